@@ -1,6 +1,6 @@
 """`holdfast attach PID`: inspect a training process that was started without holdfast.
 
-``supervise.watch.inspection`` does the work; this module prints the result as text or JSON.
+``supervise.watch.inspection`` performs the inspection; this module prints the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from holdfast.supervise.watch.inspection import (
 )
 from holdfast.supervise.watch.stacks import describe
 
-# Matches frames of Python's import system. A stack may contain dozens of them.
+# Matches consecutive frames of Python's import system. A stack may contain dozens of them, so they
+# are printed as a single line.
 _IMPORT_FRAMES = re.compile(rf'(?:  File "{IMPORT_FILE}.*\n)+')
 
 _Pid = Annotated[
@@ -64,7 +65,7 @@ def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
 
 
 def _rows(inspection: Inspection) -> list[dict[str, Any]]:
-    """Return the facts to print about each process, one row per process."""
+    """Return one row per process with its rank, state, CPU share, phase, stack and memory use."""
     device_bytes = _read_device_bytes()
     return [
         {
@@ -87,10 +88,10 @@ def _read_resident_bytes(pid: int) -> int:
 
 
 def _read_device_bytes() -> dict[int, int]:
-    """Return the NVIDIA device memory of each process in bytes, by PID."""
+    """Return the NVIDIA GPU memory that each process uses, in bytes, keyed by PID."""
     device_bytes = Counter[int]()
     for line in nvidia_smi("--query-compute-apps=pid,used_memory", ",nounits"):
-        # In a container, the driver prints "[N/A]".
+        # In a container, the driver prints "[N/A]" instead of a number.
         with suppress(ValueError):
             pid, mebibytes = map(int, line.split(","))
             device_bytes[pid] += mebibytes << 20
@@ -127,9 +128,10 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
 
 
 def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None:
-    """Print the stacks of the processes whose progress counts or that are to blame.
+    """Print the stacks of the judged processes and of the process that caused the hang, if any.
 
-    Every other process gets a single line.
+    The judged processes are those whose progress decides whether training makes progress. Every
+    other process is described on a single line.
     """
     blamed_pid = None if inspection.is_moving else inspection.diagnosis.process.pid
     for process, row in zip(inspection.processes, rows, strict=True):

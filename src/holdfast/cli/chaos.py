@@ -1,4 +1,4 @@
-"""`holdfast chaos -- COMMAND`: does a training run survive faults, and is it still the same run?"""
+"""`holdfast chaos -- COMMAND`: inject faults into a training run and check that it recovers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ from holdfast.core.files import SHARED
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
+# A duration without a unit is in seconds.
 SECONDS_PER_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600}
-# A process that was ended by signal n exits with this code + n.
+# By shell convention, the exit code of a process that is terminated by signal n is this value + n.
 SIGNAL_EXIT_CODE = 128
 # Maximum number of leftover files to show per fault.
 MAX_SHOWN_FILES = 3
@@ -106,7 +107,7 @@ def run(
     else:
         _print_report(report)
     if page is not None:
-        # Even with --json, print an error as plain text, because stdout already holds a complete
+        # Even with --json, print an error as plain text, because stdout already contains a complete
         # JSON document.
         with failing_clearly(as_json=False):
             command_words = shlex.join(without_secrets(report.command))
@@ -119,15 +120,16 @@ def run(
 
 
 def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
-    """Make the first signal that requests the end of this process raise KeyboardInterrupt.
+    """Install signal handlers that raise KeyboardInterrupt on the first termination signal.
 
-    Further signals are ignored, so that the cleanup of processes and copies is not interrupted.
+    Further signals are ignored, so that they cannot interrupt the cleanup of processes and copies.
 
     Args:
-        received: The signal number is appended to this list.
+        received: A list to which the handler appends the signal number.
 
     Returns:
-        The previous handlers by signal. A signal that is ignored, as under nohup, stays ignored.
+        The previous handlers, keyed by signal number. Signals that are already ignored, as under
+        nohup, stay ignored and are not included.
     """
 
     def interrupt(number: int, _frame: object) -> None:
@@ -173,7 +175,7 @@ def _print_progress(line: str) -> None:
 
 
 def as_values(report: CampaignReport) -> dict[str, Any]:
-    """Return a report as JSON values, with secrets removed from the command."""
+    """Return a report as JSON-serializable values, with secrets removed from the command."""
     return {
         **asdict(report),
         "command": without_secrets(report.command),
@@ -186,7 +188,7 @@ def as_values(report: CampaignReport) -> dict[str, Any]:
 
 
 def verdict(report: CampaignReport) -> str:
-    """Return the result of a campaign as a sentence without the final period."""
+    """Return a one-sentence summary of a campaign, without the final period."""
     sentence = _describe_tried(report)
     for result in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED):
         reasons = [row.detail for row in report.rows if row.result == result]
@@ -196,7 +198,10 @@ def verdict(report: CampaignReport) -> str:
 
 
 def _describe_tried(report: CampaignReport) -> str:
-    """Describe in how many of the tried faults the run survived and stayed the same run."""
+    """Return a sentence that says how many of the tried faults the run survives.
+
+    It also says after how many of them the run is still the same run.
+    """
     tried = [row for row in report.rows if row.tried]
     if not tried:
         return "No fault could be tried"
@@ -258,5 +263,5 @@ def _colored_result(row: FaultResult) -> str:
 
 
 def _plain(text: str) -> Text:
-    """Return text from the script without interpreting markup, and without control characters."""
+    """Return a rich `Text` without control characters, in which markup is not interpreted."""
     return Text(sanitise(text))

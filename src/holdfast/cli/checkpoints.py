@@ -21,7 +21,7 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.text import sanitise, size
 from holdfast.guard.saving.best import best_in
 
-# A status that starts with one of these makes the exit code 1.
+# If the status of any checkpoint starts with one of these strings, the exit code is 1.
 _FAILED_STATUSES = ("damaged:", "cannot be read now")
 # Returned by `best_in` if the file that names the best checkpoint cannot be read.
 _UNKNOWN_BEST_STEP = -1
@@ -49,8 +49,8 @@ def run(
     """List the checkpoints of a run, newest first, and verify or export them."""
     with failing_clearly(as_json=as_json):
         store = open_store(run_dir)
-        # List the checkpoints first: exporting may take long, and a run may remove checkpoints
-        # meanwhile.
+        # List the checkpoints before exporting any: an export may take a long time, during which an
+        # active run may remove checkpoints.
         entries = store.entries()
         best_step = best_in(run_dir)
         if step is not None and export is None and export_averaged is None:
@@ -81,8 +81,11 @@ def run(
 
 
 def _export(store: Store, step: int | None, path: Path, *, averaged: bool, quiet: bool) -> None:
-    """Export the weights of a checkpoint to a file, and print a message."""
-    # This import loads torch.
+    """Export the weights of a checkpoint to a file, and print a message unless `quiet` is set.
+
+    If `step` is None, the newest valid checkpoint is exported.
+    """
+    # This module is imported only for an export, because it imports torch.
     from holdfast.checkpoint.export import export as export_weights
 
     with working(f"writing {path}"):
@@ -100,7 +103,8 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
         PolicyError: H105 if the checkpoint does not exist.
         CheckpointError: If the checkpoint fails verification.
     """
-    # `entries` starts with the newest checkpoint. If a step has several, the newest one wins.
+    # `entries` lists the newest checkpoint first. It is reversed, so that if a step has several
+    # checkpoints, the newest one replaces the others.
     entry_by_step = {entry.global_step: entry for entry in reversed(store.entries())}
     if step is None:
         entry = store.newest_good()
@@ -128,7 +132,7 @@ def _entry_to_export(store: Store, step: int | None) -> Entry:
 
 
 def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str, Any]]:
-    """Return one row per checkpoint; damaged ones that were moved aside come last."""
+    """Return one row per checkpoint; damaged checkpoints that were moved aside come last."""
     row_by_path = {}
     with working("reading") as show:
         for number, entry in enumerate(entries, start=1):
@@ -142,11 +146,11 @@ def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str,
 
 
 def _row(entry: Entry, *, verify: bool) -> dict[str, Any]:
-    """Return the facts to print about a checkpoint, as far as they can be read.
+    """Return a checkpoint's name, step and status and, if it can be read, its size and origin.
 
     Args:
         entry: The checkpoint.
-        verify: Whether to verify every byte, not only the manifest.
+        verify: Whether to verify every byte instead of reading only the manifest.
     """
     row = {"name": entry.path.name, "global_step": entry.global_step}
     try:

@@ -1,7 +1,7 @@
 """`holdfast doctor`: check whether this machine is ready to train.
 
-`CHECKS` lists the checks in the order of the output. The docstring of a check is the question that
-it answers. No check imports torch or creates a CUDA context.
+`CHECKS` lists the checks in output order. The docstring of each check is the question that it
+answers. No check imports torch or creates a CUDA context.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
 
 _GIB = 1 << 30
-# The workers of a torch DataLoader pass batches to the training process through this directory.
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - no file is made there
-# Warn if less shared memory is free. Docker provides only 64 MiB by default.
+# torch's DataLoader workers pass batches to the training process through this directory.
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - no file is created there
+# Warn if less shared memory than this is free. Docker provides only 64 MiB by default.
 _LEAST_SHARED_MEMORY_BYTES = _GIB
-# Warn if less disk space is free. This is enough for about three checkpoints of a model with 124
-# million parameters and Adam's moments, at 1.5 GB each.
+# Warn if less disk space than this is free. It is enough for about three checkpoints of a model
+# with 124 million parameters and Adam's moments, at 1.5 GB each.
 _LEAST_DISK_BYTES = 5 * _GIB
-# Warn if fewer files may be open. By default, torch's loader workers pass each tensor as an open
-# file.
+# Warn if a process may open fewer files than this. By default, torch's loader workers pass each
+# tensor as an open file.
 _LEAST_OPEN_FILES = 4096
-# Bit mask of CAP_SYS_PTRACE in a set of capabilities, from linux/capability.h.
+# Bit mask of CAP_SYS_PTRACE in a capability set, from linux/capability.h.
 _CAP_SYS_PTRACE = 1 << 19
-# Advice about file systems that may lose a recording, by the first letters of their type.
+# Advice for file systems on which a recording may be lost, keyed by the prefix of the file system
+# type.
 _FIX_BY_FILE_SYSTEM = {
     "nfs": (
         "renames and locks are unreliable unless it is mounted with the option hard and without"
@@ -52,11 +53,11 @@ _FIX_BY_FILE_SYSTEM = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """The result of a check, printed as one line."""
+    """One result of a check, printed as one line."""
 
     # Subject of the check, such as "open files".
     what: str
-    # State of this machine.
+    # What the check found on this machine, such as "1024 at most".
     value: str
     # Advice without a final period; empty if nothing is wrong.
     fix: str = ""
@@ -90,7 +91,8 @@ def _line(result: CheckResult) -> str:
 
 # --- Checks ---------------------------------------------------------------------------------------
 
-# A check receives the absolute directory of runs. It returns an empty list if it does not apply.
+# A check receives the absolute path of the directory that contains the runs. It returns an empty
+# list if it does not apply to this machine.
 Check: TypeAlias = Callable[[Path], list[CheckResult]]
 
 
@@ -171,13 +173,14 @@ def disk_of_runs(run_dir: Path) -> list[CheckResult]:
 
 
 def _file_system_of(folder: Path) -> str:
-    """Return the type of the file system that contains a directory."""
+    """Return the type of the file system that contains a directory, such as ``"ext4"``."""
     folder = folder.resolve()
     file_system = "unknown"
     depth = -1
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _device, mount_point, mounted_type, *_options = line.split()
-        # If several file systems are mounted at the same point, the last one hides the others.
+        # The longest matching mount point is the one that contains the directory. If several file
+        # systems are mounted there, the last one hides the others.
         if folder.is_relative_to(mount_point) and len(mount_point) >= depth:
             file_system = mounted_type
             depth = len(mount_point)

@@ -12,7 +12,7 @@ from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordi
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.sources import RecordedEvent, is_sound_event
 
-# The sentence of an event may quote a long exception message, so it is shortened.
+# Maximum length of an event's sentence, which may quote a long exception message.
 _MAX_SENTENCE_CHARACTERS = 800
 
 
@@ -30,7 +30,7 @@ def run(
     with failing_clearly(as_json=as_json):
         recordings = open_recordings(folder_of_first_host(run_dir))
         all_events = _read_events(recordings)
-        # Remove duplicates: some ring buffers are read twice, so they may be reported twice.
+        # Some ring buffers are read twice, so the same unreadable part may be reported twice.
         unread = list(dict.fromkeys(recordings.missing))
     events = [recorded for recorded in all_events if not kind or recorded.event.kind in kind]
     if as_json:
@@ -46,7 +46,10 @@ def run(
 
 
 def _read_events(recordings: Recordings) -> list[RecordedEvent]:
-    """Return the events of all processes, sorted by time. Adds unreadable parts to `recordings`."""
+    """Return the events of all processes, sorted by time.
+
+    Parts of the recordings that cannot be read are added to `recordings.missing`.
+    """
     all_events = []
     for source, folder in all_rings(recordings):
         recordings.note_overwritten_steps({folder: source})

@@ -36,7 +36,10 @@ _MAX_ADVICE_CHARACTERS = 160
 
 
 def _complete_rule(incomplete: str) -> list[tuple[str, str]]:
-    """Return the rule ids and titles that complete a word; the shell completes paths."""
+    """Return the ids and titles of the rules whose ids start with an incomplete word.
+
+    Paths need no completion here, because the shell completes them.
+    """
     if not incomplete.upper().startswith("H"):
         return []
     return [
@@ -104,8 +107,13 @@ def _names_a_rule(topic: str) -> bool:
 def _refuse_options(subject: str, *, attempt: int | None = None, status: int | None = None) -> None:
     """Refuse options that would have no effect.
 
+    Args:
+        subject: What is explained, for the error message.
+        attempt: The value of ``--attempt``, if it has no effect.
+        status: The value of ``--status``, if it has no effect.
+
     Raises:
-        PolicyError: H105 if an option is given.
+        PolicyError: H105 if either value is not None.
     """
     values = {"--attempt": attempt, "--status": status}
     names = " and ".join(name for name, value in values.items() if value is not None)
@@ -128,7 +136,7 @@ def _list_rules(*, as_json: bool) -> None:
 
 
 def _print_rule(rule_id: str, *, as_json: bool) -> None:
-    # Importing this at the top would double the start time of every command.
+    # A module-level import would double the startup time of `holdfast explain`.
     from rich.markdown import Markdown
 
     rule = find_rule(rule_id)
@@ -231,7 +239,7 @@ def _needs_no_action(verdict: Verdict) -> bool:
 
 
 def _color(verdict: Verdict) -> str:
-    """Return the color of the title; green only if the run ended well beyond doubt."""
+    """Return the color of the title, which is green only if the run certainly ended well."""
     if verdict.cause == UNJUDGED.id:
         return "default"
     if verdict.family == "ended well":
@@ -240,7 +248,7 @@ def _color(verdict: Verdict) -> str:
 
 
 def _decisive_exhibit(verdict: Verdict) -> Exhibit | None:
-    """Return the strongest evidence, ignoring the exit status if the run ended well."""
+    """Return the strongest piece of evidence, skipping the exit status if the run ended well."""
     for exhibit in verdict.evidence:
         if verdict.family != "ended well" or exhibit.source != "exit status":
             return exhibit
@@ -248,10 +256,13 @@ def _decisive_exhibit(verdict: Verdict) -> Exhibit | None:
 
 
 def _describe_exhibit(verdict: Verdict, exhibit: Exhibit) -> str:
-    """Return the first line and the source of an exhibit; omit a line that the title quotes."""
+    """Return the first line of a piece of evidence and its source.
+
+    If the title already quotes the line, return the location of the error instead of the line.
+    """
     first_line, *more_lines = exhibit.text.split("\n")
     if first_line.endswith(":") and more_lines:
-        # For example, an error in `load_state_dict` lists the first keys in the next line.
+        # For example, an error in `load_state_dict` lists the first keys on the next line.
         first_line += f" {more_lines[0].strip()}"
     if first_line.startswith(verdict.title.removesuffix("...")):
         return f"{verdict.where} ({exhibit.source})" if verdict.where else exhibit.source

@@ -1,4 +1,7 @@
-"""The argument of commands that read a guard's run directory. Does not import torch."""
+"""The RUN_DIR argument of the commands that read a guard's run directory.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ GuardDirectory = Annotated[
 
 
 def open_store(run_dir: Path) -> Store:
-    """Open the checkpoints of a guard's run directory.
+    """Return the checkpoint store in a guard's run directory.
 
     Raises:
-        RunDirectoryError: H731 if the directory is not a guard's. If it is a directory of `holdfast
-            run`, the error names the guards' directories.
+        RunDirectoryError: H731 if the directory was not written by a guard. If it was written by
+            `holdfast run`, the error names the run directories of the guards in that run.
     """
     store = Store(run_dir / "checkpoints")
     if store.directory.is_dir() or (run_dir / "recorder").is_dir():
@@ -40,15 +43,15 @@ def open_store(run_dir: Path) -> Store:
 
 
 def _guard_directories_of_run(run_dir: Path) -> list[str]:
-    """Return the run directories of all guards in a run of `holdfast run`, quoted for a shell.
+    """Return the shell-quoted run directories of all guards that ran under `holdfast run`.
 
     Raises:
-        RunDirectoryError: H731 if the directory is not one of `holdfast run`.
+        RunDirectoryError: H731 if the directory was not written by `holdfast run`.
     """
     recordings = open_recordings(run_dir)
     events = []
     for folder, _process in recordings.processes():
         events.extend(recordings.events(folder))
-    # A guard records in the subdirectory recorder/rankN of its run directory.
+    # A guard records to recorder/rankN in its run directory, which is therefore two levels up.
     directories = {folder.parent.parent for folder in recordings.guards(events)}
     return sorted(shlex.quote(str(directory)) for directory in directories)

@@ -18,7 +18,8 @@ from holdfast.core.version import __version__
 if TYPE_CHECKING:
     import typer
 
-# Module (in this package) and function of each command, in the order of ``--help``.
+# The module (in this package) and function of each command, in the order in which ``--help`` lists
+# the commands.
 COMMANDS = {
     "run": "run:run",
     "watch": "views:watch",
@@ -34,11 +35,11 @@ COMMANDS = {
     "doctor": "doctor:run",
     "chaos": "chaos:run",
 }
-# Commands that run another command. All options after that command's name belong to it.
+# Commands that run another command. All options after the name of that other command belong to it.
 _WRAPPING_COMMANDS = ("run", "chaos")
-# Environment variables in which a shell passes the words of an incomplete command line.
+# Environment variables in which a shell passes an incomplete command line to be completed.
 _COMPLETION_VARIABLES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-# Exit code if the reader of the output closes the pipe; a shell reports it for SIGPIPE.
+# Exit code if the reader of the output closes the pipe: 128 + SIGPIPE, as a shell reports it.
 _READER_GONE = 141
 
 _HELP = (
@@ -49,7 +50,7 @@ _HELP = (
 
 
 def main() -> None:
-    """Run the command line."""
+    """Parse the command line, run the command, and exit with its exit code."""
     _exit_when_output_is_closed()
     words = sys.argv[1:]
     as_json = _asks_for_json(words)
@@ -57,7 +58,7 @@ def main() -> None:
         if words[:1] == ["run"]:
             from holdfast.cli.supervised import run_if_called_plainly
 
-            # This does not return if it can parse the options without typer.
+            # If this function can parse the options without typer, it runs the command and exits.
             run_if_called_plainly(words[1:])
         if as_json:
             from holdfast.cli import output
@@ -65,7 +66,7 @@ def main() -> None:
             output.keep_stdout_for_json()
         app = make_app(*_command_named(words))
         status = app(words or ["--help"], standalone_mode=False)
-    # Without this handler, an exception would lead to exit code 1, which means that a check failed.
+    # Without this handler, an exception would cause exit code 1, which means that a check failed.
     except Exception as error:  # noqa: BLE001
         from holdfast.cli.output import ERROR, print_error
 
@@ -75,14 +76,14 @@ def main() -> None:
 
 
 def _asks_for_json(words: Sequence[str]) -> bool:
-    """Return whether ``--json`` is an option of holdfast, and not of the command after ``--``."""
+    """Return whether ``--json`` is passed to holdfast itself, not to the command after ``--``."""
     if "--" in words:
         words = words[: words.index("--")]
     return "--json" in words
 
 
 def _command_named(words: Sequence[str]) -> Sequence[str]:
-    """Return the name of the command that is called or completed, or an empty list."""
+    """Return a list that contains the name of the command to run or to complete, if it exists."""
     for name in _COMPLETION_VARIABLES:
         if name in os.environ:
             words = os.environ[name].split()[1:]
@@ -91,7 +92,7 @@ def _command_named(words: Sequence[str]) -> Sequence[str]:
 
 
 def make_app(*only: str) -> typer.Typer:
-    """Return the typer application.
+    """Create the typer application.
 
     Args:
         *only: Names of the commands to include; by default all, but importing all of them takes
@@ -144,9 +145,9 @@ def _exit_when_output_is_closed() -> None:
 
 
 def _exiting_stream(stream: Any) -> io.TextIOWrapper:
-    """Return a copy of a text stream whose writes exit the process if the pipe is closed.
+    """Return a copy of a text stream that exits the process if it writes to a closed pipe.
 
-    The copy has the descriptor, the encoding and the buffering of the original.
+    The copy has the file descriptor, encoding and buffering of the original.
     """
     stream.flush()
     raw = _ExitingFile(stream.fileno(), "w", closefd=False)
@@ -163,15 +164,17 @@ def _exiting_stream(stream: Any) -> io.TextIOWrapper:
 
 
 class _ExitingFile(io.FileIO):
-    """A file that exits the process when it writes to a pipe whose reader is gone."""
+    """A file that exits the process when it writes to a pipe that the reader has closed."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            # Python flushes its buffers again at exit, which must not fail a second time.
+            # Python flushes its buffers again at exit. Redirect them to /dev/null, so that this
+            # does not fail a second time.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-            # Code that catches every `Exception` does not catch SystemExit.
+            # `except Exception` does not catch SystemExit, so no caller can suppress the exit by
+            # mistake.
             raise SystemExit(_READER_GONE) from None

@@ -9,7 +9,7 @@ _TIMEOUT_SECONDS = 20
 
 
 def nvidia_smi(query: str, format_options: str = "") -> list[str]:
-    """Return the output lines of ``nvidia-smi``; empty if the program or a device is missing.
+    """Return the output lines of ``nvidia-smi``, or an empty list if it is missing or fails.
 
     Args:
         query: The option that selects the fields, such as ``"--query-gpu=name"``.
@@ -17,7 +17,7 @@ def nvidia_smi(query: str, format_options: str = "") -> list[str]:
     """
     command = ["nvidia-smi", query, f"--format=csv,noheader{format_options}"]
     try:
-        answer = subprocess.run(  # noqa: S603 - our own command line
+        answer = subprocess.run(  # noqa: S603 - a known command line
             command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):

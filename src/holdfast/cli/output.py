@@ -8,7 +8,8 @@ All commands use these exit codes:
 - 141: the reader of the output closed the pipe, as `head` does. Shells report this code for a
   program that was killed by SIGPIPE.
 
-`run` exits with the exit code of its command, and `explain` with a code for the class of the cause.
+Two commands have further exit codes: `run` exits with the exit code of its command, and `explain`
+with a code for the class of the cause.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ RunDirectory = Annotated[
 
 # --- JSON output ----------------------------------------------------------------------------------
 
-# A copy of the descriptor of stdout, if `keep_stdout_for_json` has been called.
+# Contains a duplicate of stdout's file descriptor once `keep_stdout_for_json` has been called.
 _json_descriptors: list[int] = []
 
 
@@ -75,7 +76,7 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
 
 
 def console() -> Console:
-    """Return the console on stdout, with a fixed width if stdout is not a terminal."""
+    """Return a rich console for stdout, with a fixed width if stdout is not a terminal."""
     if sys.stdout.isatty():
         return Console()
     return Console(width=_COLUMNS_WITHOUT_TERMINAL)
@@ -83,7 +84,7 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def paged() -> Iterator[Console]:
-    """Context manager that yields a console for long text; on a terminal, a pager shows it."""
+    """Context manager that yields a console for long text, shown in a pager on a terminal."""
     out = console()
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         yield out
@@ -97,10 +98,10 @@ def paged() -> Iterator[Console]:
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[Callable[[str], None]]:
-    """Context manager that shows a spinner with a text on stderr, if stderr is a terminal.
+    """Context manager that shows a spinner and a message on stderr, if stderr is a terminal.
 
     Yields:
-        A function that changes the text.
+        A function that replaces the message.
     """
     if not sys.stderr.isatty():
         yield lambda _words: None
@@ -137,7 +138,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def failing_clearly(*, as_json: bool) -> Iterator[None]:
-    """Context manager in which an error of holdfast or of the system ends the command.
+    """Context manager that ends the command if a `HoldfastError` or an `OSError` is raised.
 
     The error is printed as a message without a traceback, and the exit code is 2.
     """
@@ -179,6 +180,7 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
         }
     if hasattr(error, "format_message"):
         return _usage_error_fields(error)
+    # The last frame is the one that raised the error.
     place = traceback.extract_tb(error.__traceback__)[-1]
     return {
         "rule": None,
@@ -189,7 +191,7 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
 
 
 def _usage_error_fields(error: Any) -> dict[str, str | None]:
-    """Return the fields of a typer error about incorrect usage."""
+    """Return the same fields as `_error_fields` for a usage error from typer."""
     context = getattr(error, "ctx", None)
     command = "holdfast"
     usage = "holdfast COMMAND"

@@ -213,12 +213,16 @@ def _invalid_option(what: str, limit: str, fix: str) -> PolicyError:
 
 
 def print_forecast(forecast: Forecast) -> None:
-    """Print the plans, the owners of memory and the recommended plan for each device."""
+    """Print the plans for each device, what owns the memory at the peak, and the recommended plan.
+
+    The assumptions of the forecast follow.
+    """
     for plan in forecast.plans:
         _print_table(plan)
     shown = set()
     for plan in forecast.plans:
-        # Several devices often share the same step, whose memory is printed only once.
+        # The forecasts for several devices are often based on the same step, so print its memory
+        # only once.
         step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
@@ -264,7 +268,7 @@ def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
 
 
 def _sources(device: Device) -> str:
-    """Return the device figures that the forecast uses, with their sources."""
+    """Return text that lists the device figures used by the forecast, with their sources."""
     figures = {
         "usable": f"usable {_size(device.usable_bytes)}",
         "context": f"context {_size(device.context_bytes)}",
@@ -321,7 +325,7 @@ def _print_recommendation(plan: DeviceForecast) -> None:
 
 
 def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) -> str:
-    """Return how much memory the evaluation needs, and whether it or the training step decides."""
+    """Return text that compares the memory used by the evaluation and by the training step."""
     assert plan.best is not None
     device = plan.target.device
     samples = counted(evaluation.samples, "sample")
@@ -340,7 +344,10 @@ def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) ->
 
 
 def _explain_margin(plan: DeviceForecast) -> str:
-    """Return what the margin covers and how to change it; empty if there is nothing to explain."""
+    """Return text that says what the margin covers and how to change it.
+
+    The text is empty if the user has set the margin, or if it does not cover anything unusual.
+    """
     if plan.target.margin_bytes is not None:
         return ""
     covered = []
@@ -361,7 +368,7 @@ def _explain_margin(plan: DeviceForecast) -> str:
 
 
 def _explain_no_fit(plan: DeviceForecast) -> str:
-    """Return a text that says why nothing fits a device and what to do.
+    """Return text that says why nothing fits a device, and what to do about it.
 
     The text reads like an error, but the forecast itself succeeded: the exit code is 1, not 2.
     """
@@ -392,7 +399,7 @@ def _explain_no_fit(plan: DeviceForecast) -> str:
 
 
 def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
-    """Return the assumptions of this forecast with their source lines, then the general ones."""
+    """Return the assumptions with their source lines, then those that apply to every forecast."""
     lines_by_text: dict[str, list[str]] = {}
     for assumption in assumptions:
         lines = lines_by_text.setdefault(assumption.what, [])
@@ -422,7 +429,7 @@ def _summary(row: MemoryPlan) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    """Format a number of bytes in GiB, or in MiB if it is small."""
+    """Format a number of bytes in GiB, or in MiB if it is less than 0.1 GiB."""
     if size_bytes >= GIB / 10:
         return f"{size_bytes / GIB:.2f} GiB"
     return f"{size_bytes / _MIB:.1f} MiB"
@@ -432,7 +439,7 @@ def _size(size_bytes: float) -> str:
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast as JSON values."""
+    """Return the forecast as JSON-serializable values."""
     request = forecast.request
     rows = []
     for plan in forecast.plans:
@@ -481,7 +488,10 @@ def _device_as_json(plan: DeviceForecast) -> dict[str, Any]:
 
 
 def as_yaml(forecast: Forecast) -> str:
-    """Return the first device's recommended plan as YAML, with comments on top."""
+    """Return the first device's recommended plan as YAML.
+
+    Comments at the top contain the command and a summary of the plan.
+    """
     best = forecast.plans[0].best
     assert best is not None
     lines = [_command(forecast.request), f"a forecast: {_summary(best)}"]

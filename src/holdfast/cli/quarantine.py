@@ -1,6 +1,6 @@
 """`holdfast quarantine RUN_DIR`: list and release the samples that a guard has quarantined.
 
-torch is not imported.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.text import listed, moment, sanitise
 from holdfast.guard.directory import RunDirectory
 from holdfast.loader.quarantine import FILE_NAME, Quarantined, QuarantineLedger, last_line, plain
 
-# Maximum number of samples that an error message names.
+# Maximum number of samples to name in an error message.
 _MOST_NAMED = 10
 _MOST_CHARACTERS_OF_EVIDENCE = 10_000
 
@@ -52,7 +52,7 @@ def run(
     """
     with failing_clearly(as_json=as_json):
         if not (run_dir / FILE_NAME).exists():
-            # This refuses a directory that is not a guard's.
+            # This raises an error if the directory was not written by a guard.
             open_store(run_dir)
         with contextlib.ExitStack() as stack:
             if release or release_all:
@@ -77,7 +77,8 @@ def run(
 def _locked(run_dir: Path) -> Iterator[None]:
     """Context manager that holds the lock of a run directory.
 
-    A run that is still active would overwrite the ledger, and the releases would be lost.
+    Without the lock, a run that is still active would overwrite the ledger, and the releases would
+    be lost.
 
     Raises:
         RunDirectoryError: H301 if a run holds the lock.
@@ -91,10 +92,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> list[Any]:
-    """Return the dataset indices of quarantined samples with these names.
+    """Return the dataset indices of the quarantined samples with the given names.
 
     Raises:
-        PolicyError: H710 if no quarantined sample has a name.
+        PolicyError: H710 if a name matches no quarantined sample.
     """
     held_names = [_name(sample) for sample in held]
     for name in names:
@@ -109,7 +110,7 @@ def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> 
 
 
 def _name(sample: Quarantined) -> str:
-    """Return the name of a sample in the output and in ``--release``."""
+    """Return the name that identifies a sample in the output and in ``--release``."""
     return str(plain(sample.index))
 
 
@@ -117,7 +118,7 @@ def _name(sample: Quarantined) -> str:
 
 
 def _row(sample: Quarantined) -> dict[str, Any]:
-    """Return the facts to print about a sample."""
+    """Return the fields of a sample, with the index and the time in printable form."""
     row = dataclasses.asdict(sample)
     row["index"] = plain(sample.index)
     row["found"] = moment(sample.unix_seconds)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STDERR = 2
 _WRONG_USE = 2
-# If the run ended well with at least this confidence, the confidence is not printed.
+# If the run ended well and the confidence is higher than this, the confidence is not printed.
 _CERTAIN = 0.9
 
 
@@ -98,14 +98,14 @@ def supervise(
             "why_stopped": outcome.why,
             "verdict": outcome.verdict.as_json(),
         }
-        # A closed pipe does not change the exit code.
+        # A closed pipe must not change the exit code.
         with contextlib.suppress(OSError, SystemExit):
             print_json(summary, indent=None)
     sys.exit(outcome.exit_code)
 
 
 def _print_outcome(outcome: RunOutcome) -> None:
-    """Print the verdict, the facts about the run, and the `holdfast explain` command for it."""
+    """Print the verdict, a summary of the run, and the `holdfast explain` command for details."""
     from holdfast.core.text import counted, duration
 
     attempts = counted(outcome.attempts, "attempt")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
 
-# The comparison page has this many distinct colors for runs.
+# Maximum number of runs to compare; the page has this many distinct colors for runs.
 _MAX_COMPARED = 10
 
 
@@ -90,9 +90,10 @@ def _watched(path: Path) -> Watched | Runs:
 
 @contextlib.contextmanager
 def _reading_keys() -> Iterator[Callable[[float], object]]:
-    """Context manager that yields a function to wait for a key, with a timeout in seconds.
+    """Context manager that yields a function that waits for a key press.
 
-    Without a terminal, the function only sleeps.
+    The argument of the yielded function is a timeout in seconds. If stdin is not a terminal, the
+    function only sleeps.
     """
     if not sys.stdin.isatty():
         yield time.sleep
@@ -239,7 +240,8 @@ def metrics(
         sinks = open_sinks(targets, run)
         stop = threading.Event()
         if follow_run:
-            # Ctrl-C is the usual way to stop copying, so it must close the sinks properly.
+            # Ctrl-C is the usual way to stop copying, so it must not prevent `follow` from closing
+            # the sinks.
             signal.signal(signal.SIGINT, lambda *_: stop.set())
         else:
             stop.set()

@@ -9,7 +9,7 @@ Entry point: `launch.supervisor.Supervisor`, which ``holdfast run`` drives. Read
 ``launch``         the supervisor: attempts, output, signals, restarts
 ``process_tree``   finds and kills every process of the command
 ``injected``       starts the observer in every Python process of the command
-``observe``        the observer, through which a process records itself
+``observe``        the observer, which records a Python process from inside
 ``watch``          detects hangs from outside the process
 ``leaks``          memory leaks: growth measured from outside, objects traced inside
 
@@ -17,7 +17,7 @@ Where to look first:
 
 - Handling of SIGTERM and Ctrl-C: the docstring of ``launch.shutdown``.
 - Restart decisions: `RULES` in ``launch.restarts``.
-- Hang detection: `Watchdog.check` in ``watch.watchdog``, with the time limits of each phase in
+- Hang detection: `Watchdog.check` in ``watch.watchdog``, with the time limit of each phase in
   ``watch.limits``. The cause of a hang is determined in ``holdfast.explain.hangs``.
 - Remedies for a hang: `Watchdog._choose_remedy` proposes one, ``launch.attempt`` carries it out.
 - Leaks: ``leaks.growth`` decides whether growing memory is a leak, and ``leaks.source_lines`` finds

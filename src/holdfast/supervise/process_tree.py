@@ -2,9 +2,9 @@
 
 The supervisor is a subreaper, so all processes of its command remain its descendants while it lives
 (`Tree`). If the supervisor itself is killed, that link is lost, and a *sentinel* takes over. The
-sentinel is a separate process that only waits for a pipe to close. It finds the command's processes
-by a mark in their environment, by their session, or because they descend from a process found that
-way (`marked_processes`).
+sentinel is a separate process that only waits for a pipe to close. It then finds the command's
+processes by a mark in their environment, by their session, or as descendants of such a process
+(`marked_processes`).
 
 The sentinel runs this module as a script (``python -I -S process_tree.py``), so only standard
 library modules that import quickly are used here.
@@ -59,7 +59,7 @@ def read_process(pid: int) -> ProcessStat | None:
 def read_stat(path: str) -> ProcessStat | None:
     """Return the process or thread described by a ``stat`` file, or None if it no longer exists."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - faster, of all processes
+        with open(path, "rb") as file:  # noqa: PTH123 - faster for all processes
             # The program name is in parentheses and may itself contain spaces and parentheses.
             first_word, _, rest = file.read().partition(b" ")
             words = rest.rpartition(b")")[2].split()
@@ -82,7 +82,7 @@ def read_start_ticks() -> int:
 
 
 def read_table() -> dict[int, ProcessStat]:
-    """Return all processes by PID. Takes about 20 microseconds per process."""
+    """Return all processes, keyed by PID. Takes about 20 microseconds per process."""
     table = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - faster
         if name.isdigit():
@@ -137,7 +137,7 @@ class Tree:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._supervisor = os.getpid()
-        # PID and start time of the children that are older than this object.
+        # PID and start time of each child that existed before this object was created.
         self._earlier_children: set[tuple[int, int]] = set()
         table = read_table()
         self._own_session = 0
@@ -177,9 +177,9 @@ class Tree:
 
 
 def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
-    """Return the PIDs of the command's live processes, found without the supervisor.
+    """Return the PIDs of the command's live processes, without relying on the supervisor.
 
-    These are the processes that carry the mark or belong to one of the sessions, and all their
+    These are the processes that carry the mark or are in one of the sessions, and all their
     descendants.
     """
     table = read_table()
@@ -241,7 +241,9 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
-    """Kill processes until `find` returns none, since new ones may start in the meantime.
+    """Kill the processes that `find` returns, again and again, until it returns none.
+
+    One pass is not enough, because new processes may start in the meantime.
 
     Args:
         find: Returns the PIDs of the remaining processes.
@@ -274,7 +276,7 @@ def guard_command(pipe: int, mark: str, note: str) -> None:
     before it exits normally.
 
     Args:
-        pipe: File descriptor of the reading end.
+        pipe: File descriptor of the pipe's reading end.
         mark: Identifies the supervisor in the environment of the command's processes.
         note: File that lists the killed processes, as JSON. It is not written if the supervisor
             exited normally.
@@ -298,7 +300,7 @@ def guard_command(pipe: int, mark: str, note: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the sentinel; `arguments` are those of `guard_command`."""
+    """Run the sentinel, ignoring signals; `arguments` are those of `guard_command`."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

@@ -1,4 +1,4 @@
 """A directory that holdfast prepends to the ``PYTHONPATH`` of a supervised command.
 
-Its only module is ``sitecustomize``, which Python imports at startup.
+Its only module is ``sitecustomize``, which Python imports automatically at startup.
 """

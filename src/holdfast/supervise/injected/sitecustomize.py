@@ -1,9 +1,9 @@
 """Start observing the process; Python imports this module at startup.
 
-Python finds the module because its directory comes first on ``PYTHONPATH``. After starting the
-observer, the module imports the ``sitecustomize`` that Python would otherwise have imported,
-exactly as Python does. If our code fails, the error is written to the run directory and the script
-runs normally.
+Python finds this module because its directory comes first on ``PYTHONPATH``. After starting the
+observer, the module imports the ``sitecustomize`` that Python would otherwise have imported, in the
+same way as Python itself. If holdfast's code fails, the error is written to the run directory and
+the script runs normally.
 
 The code must run under any Python 3, including one in which holdfast cannot be imported.
 """
@@ -14,18 +14,18 @@ import os
 import sys
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
-# Holds the path of the run directory. Same value as `OBSERVE_VARIABLE` in `recorder.run_files`,
-# which cannot be imported yet.
+# Environment variable that contains the path of the run directory. It equals `OBSERVE_VARIABLE` in
+# `recorder.run_files`, which cannot be imported yet.
 _RUN_VARIABLE = "OBSERVED_BY_HOLDFAST"
-# Set by ``holdfast chaos`` to ``MODULE:DIRECTORY``: `start` of that module is called with the
-# directory.
+# Environment variable that ``holdfast chaos`` sets to ``MODULE:DIRECTORY``. The function `start` of
+# that module is called with the directory.
 _OTHER_OBSERVER_VARIABLE = "OBSERVER_OF_HOLDFAST"
 _OBSERVER = "holdfast.supervise.observe.observer"
 _NAME = "sitecustomize"
 
 
 def _leave_path() -> None:
-    """Remove our directory from ``sys.path``.
+    """Remove the directory of this module from ``sys.path``.
 
     ``PYTHONPATH`` keeps the directory, so that child processes are observed too.
     """
@@ -48,7 +48,7 @@ def _start_observer(module_name: str, run: str) -> None:
         import importlib
 
         importlib.import_module(module_name).start(run)
-    except Exception:  # noqa: BLE001 - our own errors must not stop the script
+    except Exception:  # noqa: BLE001 - holdfast's errors must not stop the script
         _note_error(run)
 
 
@@ -63,9 +63,9 @@ def _flush_each_line() -> None:
 
 
 def _import_holdfast() -> None:
-    """Import holdfast from the script's own environment, or else from our installation.
+    """Import holdfast from the script's environment if installed there, else from the supervisor's.
 
-    If our installation is used, none of its other packages becomes importable.
+    None of the other packages in the supervisor's environment becomes importable.
     """
     import importlib.util
 

@@ -31,17 +31,18 @@ from holdfast.supervise.launch.shutdown import SAME_INTERRUPT_SECONDS, Shutdown,
 from holdfast.supervise.launch.signals import TO_HANDLERS, ReceivedSignal, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
-# Interval at which an idle loop checks for hangs, for failed hosts and for deadlines.
+# Interval at which the event loop checks for hangs, failed hosts and deadlines while it is idle.
 _TICK_SECONDS = 1.0
 _LEFTOVER_TICK_SECONDS = 0.02
-# Grace period of processes that outlive the command. All of them should be gone within a second.
+# Grace period for processes that outlive the command. All of them should be gone within a second.
 _LEFTOVER_SECONDS = 0.4
-# Time limit for SIGKILL. It takes milliseconds unless a process waits for a device or network disk.
+# How long to repeat SIGKILL until all processes are gone. This takes milliseconds, unless a process
+# waits for a device or a network disk.
 _KILL_SECONDS = 5.0
 # How long to wait for more output after the command has ended: a kernel work queue delivers the
 # last bytes of a pseudo-terminal with a delay.
 _QUIET_SECONDS = 0.1
-# Minimum time that a slow reader of our own output gets to catch up.
+# Minimum time limit for a slow reader of the supervisor's output to catch up.
 _FLUSH_SECONDS = 5.0
 _KILLED = "killed with SIGKILL because it did not exit in time"
 
@@ -58,7 +59,8 @@ class AttemptEnd:
         signal_sent: The last signal that the supervisor sent on its own initiative: after a hang,
             after a failure on another host, or at the end of the grace period. Otherwise None.
         hang: The hang because of which the supervisor ended the attempt, or None.
-        failed_elsewhere: If another host ended the attempt before this one did, the reason it gave.
+        failed_elsewhere: If another host ended the attempt before this one did, the reason that the
+            other host gave; otherwise None.
     """
 
     status: int
@@ -90,7 +92,8 @@ class Attempt:
         tree: Finds all processes of the command.
         streams: The command's output streams.
         copier: Copies the command's output.
-        signals: Forwards the supervisor's signals; its context is already entered.
+        signals: Forwards the supervisor's signals. The caller has already entered this context
+            manager.
         shutdown: Decides when the command is asked to end and when it is killed.
         emit: Records an event.
         hosts: The other hosts, if the run spans several hosts.
@@ -106,7 +109,7 @@ class Attempt:
     shutdown: Shutdown
     emit: Callable[[EventData], None]
     hosts: Hosts | None = None
-    # Filled by other threads, emptied by the main thread.
+    # Other threads add to these queues, and the main thread empties them.
     _reported_hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _messages: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
     # See `AttemptEnd`.
@@ -175,8 +178,8 @@ class Attempt:
     def _serve_output(self, tick_seconds: float) -> bool:
         """Copy output, handle signals, and return whether the caller's other checks are due.
 
-        They are due when another thread or a signal woke us, a tick has passed, or it is time to
-        kill the command.
+        The checks are due when a signal or another thread has woken the main thread, when a tick
+        has passed, or when it is time to kill the command.
         """
         tick_at = min(self._last_tick_at + tick_seconds, self.shutdown.kill_at, self._announce_at)
         poll = select.poll()
@@ -208,7 +211,7 @@ class Attempt:
             self._on_signal(received)
 
     def _on_signal(self, received: ReceivedSignal) -> None:
-        """React to a signal; the signal handler has already forwarded it if necessary."""
+        """React to a signal, which the signal handler has already forwarded if necessary."""
         number = received.number
         if number == signal.SIGCHLD:
             self._reap_orphans()
@@ -224,8 +227,8 @@ class Attempt:
     def _plan_announcement(self, received: ReceivedSignal) -> None:
         """Schedule the message that announces the grace period.
 
-        After Ctrl-C the message is delayed, because it mentions a second Ctrl-C, which counts only
-        after `SAME_INTERRUPT_SECONDS`.
+        After Ctrl-C, the message is delayed, because it mentions a second Ctrl-C, which takes
+        effect only after `SAME_INTERRUPT_SECONDS`.
         """
         grace = f"{self.shutdown.grace_seconds:g} s"
         name = signal.Signals(received.number).name
@@ -288,7 +291,7 @@ class Attempt:
         self.shutdown.note_terminated(time.monotonic())
 
     def _enforce_deadlines(self) -> None:
-        """Ask the command to end, or kill it, if the deadline has passed."""
+        """Ask the command to end, or kill it, if the time to do so has come."""
         shutdown = self.shutdown
         now = time.monotonic()
         if now >= shutdown.terminate_at and shutdown.signal_sent is None:
@@ -319,8 +322,8 @@ class Attempt:
 
     def _ask_leftovers_to_end(self, leftovers: set[int]) -> None:
         """Send SIGTERM to the leftover processes, and set the time at which they are killed."""
-        # The command may have been a shell whose trainer still runs. A trainer keeps the grace
-        # period of the run, so that it can save.
+        # The command may have been a shell whose trainer is still running. A trainer keeps the
+        # grace period of the run, so that it can save a checkpoint.
         trainers = self._trainer_pids()
         may_be_saving = trainers is None or bool(trainers & leftovers)
         if self.shutdown.kill_at == math.inf or not may_be_saving:
@@ -332,14 +335,15 @@ class Attempt:
     def _wait_for_notified_processes(self, status: int) -> None:
         """After the command has ended, wait for the processes that may still be saving.
 
-        These are the processes that were signaled individually. If the command died of a signal
-        that schedulers and terminals send to all processes, the trainers have received it too. They
-        are not signaled again, because a second signal makes a guard exit immediately.
+        These are the processes that were signaled individually. If the command was killed by a
+        signal that schedulers and terminals send to all processes, the trainers have received it
+        too. They are not signaled again, because a second signal makes a guard exit immediately.
         """
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
             notified |= self._trainer_pids() or set()
-        # This wait has its own grace period; processes that remain after it get the usual one.
+        # This wait has a grace period of its own; processes that remain afterward get the usual
+        # grace period.
         kill_at = self.shutdown.kill_at
         self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
         while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:

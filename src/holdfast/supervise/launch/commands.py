@@ -38,7 +38,7 @@ class CommandError(PolicyError):
 
 
 def find_program(command: Sequence[str]) -> str:
-    """Return the path of a command's executable, which is looked up on PATH as a shell does.
+    """Return the path of a command's executable, looking it up on PATH as a shell would.
 
     Raises:
         CommandError: H720 if it does not exist, H721 if the file is not executable.
@@ -79,7 +79,7 @@ def make_environment(
     if observe:
         command_environment = make_observed_environment(environment, run_path, attempt)
     else:
-        # Otherwise output that Python still buffers would be lost when the command is killed.
+        # Otherwise, output that Python still buffers would be lost if the command were killed.
         command_environment.setdefault("PYTHONUNBUFFERED", "1")
     # If this supervisor is itself supervised, the outer supervisors must still find the command.
     outer_marks = command_environment.get(MARK_VARIABLE)
@@ -92,12 +92,13 @@ def make_observed_environment(
 ) -> dict[str, str]:
     """Return an environment in which every Python process records itself in a run directory.
 
-    Child processes inherit this. Our entry is prepended to ``PYTHONPATH``. The run directory must
-    exist.
+    Child processes inherit the environment. The directory of ``injected`` is prepended to
+    ``PYTHONPATH``. The run directory must exist.
     """
     path_entries = [str(_INJECTED_FOLDER)]
     own_path = environment.get("PYTHONPATH", "")
-    # An empty PYTHONPATH has no entries, but an empty entry means the current directory.
+    # An empty PYTHONPATH has no entries. Splitting it would produce an empty entry, which means the
+    # current directory.
     if own_path:
         path_entries += [
             entry for entry in own_path.split(os.pathsep) if entry != str(_INJECTED_FOLDER)
@@ -124,7 +125,7 @@ def start_command(
         streams: The command's output streams.
     """
     stdout, stderr = streams.command_ends
-    return subprocess.Popen(  # noqa: S603 - the user's own command is the point
+    return subprocess.Popen(  # noqa: S603 - this is the user's own command
         [*_MINIMAL_PYTHON, child_start.__file__, str(os.getpid()), program, *command],
         stdin=None if _may_share_stdin() else subprocess.DEVNULL,
         stdout=stdout,
@@ -137,20 +138,20 @@ def start_command(
 def _may_share_stdin() -> bool:
     """Return whether the command may inherit the supervisor's stdin.
 
-    A background job must not read input that is meant for the foreground.
+    A background job must not read input that is meant for the foreground job.
     """
     try:
         fcntl.fcntl(0, fcntl.F_GETFD)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
-        # Either stdin is closed, or the terminal does not belong to our session.
+        # Either stdin is closed, or it is not the controlling terminal of this session.
         return os.isatty(0)
 
 
 class Sentinel:
     """A helper process that kills the command's processes if the supervisor itself is killed.
 
-    The program of the helper process is ``process_tree``.
+    The helper process runs the module ``process_tree`` as a script.
 
     Args:
         mark: Identifies the supervisor in the environment of the command's processes.
@@ -160,11 +161,11 @@ class Sentinel:
     def __init__(self, mark: str, note: Path) -> None:
         reading_end, self._pipe = os.pipe()
         arguments = [process_tree.__file__, str(reading_end), mark, str(note.absolute())]
-        # With the mark of an outer supervisor, the sentinel would count as a process of its
-        # command.
+        # With the mark of an outer supervisor, the sentinel would count as a process of the outer
+        # supervisor's command.
         environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
+            self._process = subprocess.Popen(  # noqa: S603 - holdfast's own program
                 [*_MINIMAL_PYTHON, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -7,8 +7,8 @@ attempt that is still ending on another host, and both would wait forever.
 
 A host goes through these values of ``state``:
 
-coming     its supervisor has started
-ready      it is waiting to start an attempt, for which it has drawn a new ``ticket``
+coming     the host's supervisor has started
+ready      the host is waiting to start an attempt, for which it has created a new ``ticket``
 running    the attempt is running, because host 0 has put that ticket into its ``go``
 ended      the attempt has ended with a ``cause``; ``follows`` is set if another host ended first
 stopped    the host starts no further attempt; the state is ``done`` if the command succeeded
@@ -34,14 +34,14 @@ from holdfast.recorder.run_files import HOSTS_FOLDER, read_host
 
 _BEAT_SECONDS = 1.0
 # A host whose file has not changed for this long is reported as silent. On a network file system,
-# changes may become visible half a minute late.
+# changes may become visible with a delay of half a minute.
 _SILENT_SECONDS = 60.0
 # How long to wait for all hosts to be ready; torchrun waits as long for a static rendezvous.
 _MAX_WAIT_SECONDS = 900.0
 _POLL_SECONDS = 0.2
-# Print a message when hosts are late by this many seconds.
+# Print a message after waiting this long for other hosts.
 _ANNOUNCE_AFTER_SECONDS = 10.0
-# Facts about an ended attempt, which stay in the file in later states.
+# Facts about an ended attempt, which are kept in the file in later states.
 _ENDED_KEYS = ("cause", "title", "follows")
 _FINAL_STATES = ("stopped", "done")
 
@@ -76,7 +76,7 @@ def _read_option(
 ) -> int | None:
     """Return the value of a launcher option, or else of its environment variable.
 
-    Returns None if neither is given as a plain number.
+    The result is None if neither contains a plain number.
     """
     text = environment.get(variable, "")
     following_words = [*command[1:], ""]
@@ -105,14 +105,15 @@ class Hosts:
         self._own: HostState = {"state": "coming"}
         self._beats = 0
         self._last_beat_at = 0.0
-        # Contents of the other hosts' files at our start, possibly left over from an earlier run.
+        # Contents of the other hosts' files when this supervisor first read them, which may be left
+        # over from an earlier run.
         self._initial: dict[int, HostState] = {}
-        # The current state of each other host, and when its file last changed (on our monotonic
-        # clock).
+        # The current state of each other host, and when its file last changed, on this host's
+        # monotonic clock.
         self._current: dict[int, HostState] = {}
         self._changed_at: dict[int, float] = {}
         self._silent: set[int] = set()
-        # Numbers of the hosts that have joined the current attempt, as far as we know.
+        # Numbers of the hosts that are known to have joined the current attempt.
         self._joined: set[int] = set()
         try:
             make_folder(run_path, HOSTS_FOLDER)
@@ -164,7 +165,7 @@ class Hosts:
             self._beat()
 
     def _ready_tickets(self, others: Mapping[int, HostState]) -> dict[str, str]:
-        """Return the tickets of the other hosts that are ready to start, by host number."""
+        """Return the tickets of the other hosts that are ready to start, keyed by host number."""
         return {
             str(number): host["ticket"]
             for number, host in others.items()
@@ -174,17 +175,15 @@ class Hosts:
     def _join(self, others: Mapping[int, HostState], ready: Mapping[str, str], ticket: str) -> bool:
         """Join the attempt if its start signal has been given; return whether this host joined.
 
-        On host 0, this method gives the signal once all hosts are ready.
-
-        The start signal is the entry ``go`` of host 0. It holds the ticket of every participating
-        host.
+        The start signal is the entry ``go`` of host 0, which contains the ticket of every
+        participating host. On host 0, this method gives the signal once all hosts are ready.
         """
         if self._number == 0:
             if len(ready) < self._count - 1:
                 return False
             go = {**ready, "0": ticket}
-            # Host 0 knows that all other hosts are ready. The other hosts know this only about host
-            # 0.
+            # Host 0 knows that all other hosts take part. The other hosts so far know it only of
+            # host 0.
             self._joined = {int(number) for number in ready}
         else:
             go = others.get(0, {}).get("go") or {}
@@ -235,8 +234,8 @@ class Hosts:
         if is_in_this_attempt:
             self._joined.add(number)
             return host["state"] in ("ended", "stopped")
-        # A different ticket means that the host has left the attempt, or that we have not yet seen
-        # it join.
+        # A different ticket means either that the host has left the attempt, or that its joining
+        # has not been seen yet.
         return number in self._joined
 
     def _report_silence(self, number: int, say: Callable[[str], None]) -> None:
@@ -274,7 +273,11 @@ class Hosts:
             self._write()
 
     def _beat(self) -> bool:
-        """Once a second, rewrite our file as a sign of life; return whether it was rewritten."""
+        """Rewrite this host's file once a second, to show that the host is alive.
+
+        Returns:
+            Whether the file was due to be rewritten.
+        """
         now = time.monotonic()
         if now - self._last_beat_at < _BEAT_SECONDS:
             return False
@@ -293,7 +296,10 @@ class Hosts:
         return time.monotonic() - self._changed_at[number] > _SILENT_SECONDS
 
     def _read_others(self) -> dict[int, HostState]:
-        """Return the states of the other hosts whose files have changed since our start."""
+        """Return the states of the other hosts, keyed by host number.
+
+        A host is included once its file has changed since this supervisor first read it.
+        """
         for number in range(self._count):
             if number == self._number:
                 continue

@@ -1,4 +1,4 @@
-"""Kernel requests that an unprivileged container may deny."""
+"""Requests to the kernel that may fail in an unprivileged container."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.core.control_groups import group_folders, read_fields
 
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
-# Files that hold the counter of out-of-memory kills, in version 2 and version 1 of control groups.
+# Files that contain the number of out-of-memory kills, in control groups version 2 and version 1.
 _MEMORY_EVENT_FILES = ("memory.events", "memory.oom_control")
 
 
@@ -21,10 +21,10 @@ def become_subreaper() -> None:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of our control group the kernel's OOM killer has killed.
+    """Return how many processes in this control group the kernel's OOM killer has killed.
 
-    Only the innermost group with a counter is read, since outer groups also count kills in other
-    jobs. Returns None if the kernel provides no counter.
+    Only the innermost group with a counter is read, because outer groups also count kills in other
+    jobs. The result is None if the kernel provides no counter.
     """
     for group in group_folders(root, "memory"):
         for name in _MEMORY_EVENT_FILES:

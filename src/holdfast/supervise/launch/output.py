@@ -1,8 +1,9 @@
 """Copy the output of a supervised command to the supervisor's streams and to the log.
 
-A stream of the command is a pseudo-terminal if the supervisor's stream is a terminal; otherwise it
-is a pipe. Progress bars therefore work in a terminal, and log files stay plain text. Nothing here
-waits for the end of a stream, because an orphaned process may hold it open forever.
+Each stream of the command is a pseudo-terminal if the supervisor's corresponding stream is a
+terminal; otherwise, it is a pipe. Progress bars therefore work in a terminal, and log files remain
+plain text. This module never waits for the end of a stream, because an orphaned process may hold it
+open forever.
 
 The size of the log is limited by ``output_log``.
 """
@@ -23,13 +24,13 @@ from typing import TypeAlias
 from holdfast.supervise.launch.output_log import OutputLog
 
 _READ_BYTES = 64 << 10
-# poll(2) reports a pipe as writable once this many bytes fit without waiting.
+# poll(2) reports a pipe as writable once this many bytes can be written without waiting.
 _WRITE_BYTES = select.PIPE_BUF
-# Pause after a read smaller than this. Otherwise a command that prints hundreds of lines a second
-# would wake us hundreds of times a second.
+# Pause after a read smaller than this. Otherwise, a command that prints hundreds of lines a second
+# would wake the supervisor hundreds of times a second.
 _SMALL_READ_BYTES = 4096
 _REST_SECONDS = 0.02
-# Size of the buffer for one of our own streams. When it is full, the command has to wait.
+# Size of the buffer for each of the supervisor's streams. When it is full, the command has to wait.
 _MAX_PENDING_BYTES = 1 << 20
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 _STDERR = 2
@@ -58,7 +59,7 @@ class OwnStream:
         return len(self.pending) > _MAX_PENDING_BYTES
 
     def add(self, data: bytes) -> None:
-        """Buffer data until the stream can accept it."""
+        """Buffer data, which is written when the stream can accept it."""
         self.at_line_start = data.endswith(b"\n")
         if self._is_broken:
             return
@@ -165,7 +166,7 @@ class OutputCopier:
         Args:
             quiet_seconds: Time without output after which a source counts as finished. Only an
                 orphaned process can still hold it open.
-            flush_seconds: Time limit for writing everything to our own streams.
+            flush_seconds: Time limit for writing everything to the supervisor's own streams.
         """
         deadline = time.monotonic() + flush_seconds
         while True:
@@ -196,7 +197,7 @@ class OutputCopier:
         except BlockingIOError:
             return
         except OSError:
-            # EIO: no process has the pseudo-terminal open any more.
+            # EIO: no process has the pseudo-terminal open anymore.
             data = b""
         if not data:
             del self._targets[source]
@@ -219,26 +220,28 @@ def poll_once(wanted: PollEvents, seconds: float) -> PollEvents:
 
 @dataclass(frozen=True, slots=True)
 class OutputSource:
-    """A descriptor with output of the command, and our own descriptor to copy the output to."""
+    """A descriptor from which to read the command's output, and the one to which to copy it."""
 
     descriptor: int
     copied_to: int
 
 
 class CommandStreams:
-    """The stdout and stderr of a command: the ends that it writes to, and the ends that we read.
+    """The stdout and stderr of a command: the ends that it writes to, and those that are read.
 
     Args:
-        own: Our own stdout and stderr. For a terminal, the command gets a pseudo-terminal. If both
-            lead to the same file, it gets a single pipe for both.
+        own: The supervisor's own stdout and stderr. For a terminal, the command gets a
+            pseudo-terminal. If both refer to the same file, the command gets a single pipe for
+            both.
     """
 
     def __init__(self, own: tuple[int, int] = (1, 2)) -> None:
-        # Descriptors of the command's stdout and stderr. We close our copies after its start.
+        # Descriptors of the command's stdout and stderr. The supervisor's copies are closed once
+        # the command has started.
         self.command_ends: list[int] = []
         self.sources: list[OutputSource] = []
-        # Our end of the command's pseudo-terminal, and our own terminal, from which its size is
-        # copied.
+        # The supervisor's end of the command's pseudo-terminal, and the supervisor's own terminal,
+        # whose size the pseudo-terminal copies.
         self._terminal: int | None = None
         self._own_terminal: int | None = None
         pipe_end: int | None = None
@@ -246,7 +249,7 @@ class CommandStreams:
             if os.isatty(descriptor):
                 self.command_ends.append(self._open_terminal(descriptor))
             elif pipe_end is not None and _is_same_file(*own):
-                # Both lead to the same file, as after 2>&1. A single pipe preserves the order of
+                # Both refer to the same file, as after 2>&1. A single pipe preserves the order of
                 # the output.
                 self.command_ends.append(os.dup(pipe_end))
             else:
@@ -261,8 +264,9 @@ class CommandStreams:
         self._own_terminal = own_terminal
         self._terminal, command_end = os.openpty()
         settings = termios.tcgetattr(command_end)
-        # Turn off newline translation: our own terminal does it, and the log must contain exactly
-        # the bytes that were printed.
+        # Turn off echo and newline translation: the supervisor's own terminal does both, and the
+        # log must contain exactly the bytes that were printed. Entry 1 contains the output flags,
+        # and entry 3 the local flags.
         settings[1] &= ~termios.OPOST
         settings[3] &= ~termios.ECHO
         termios.tcsetattr(command_end, termios.TCSANOW, settings)
@@ -271,7 +275,7 @@ class CommandStreams:
         return command_end
 
     def copy_terminal_size(self) -> None:
-        """Resize the command's terminal to match ours."""
+        """Resize the command's pseudo-terminal to match the supervisor's terminal."""
         if self._terminal is None or self._own_terminal is None:
             return
         with suppress(OSError):
@@ -280,7 +284,7 @@ class CommandStreams:
             fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
 
     def close_command_ends(self) -> None:
-        """Close our copies of the command's stdout and stderr after the command has started."""
+        """Close the supervisor's copies of the command's stdout and stderr after the start."""
         for descriptor in self.command_ends:
             os.close(descriptor)
         self.command_ends.clear()
@@ -289,7 +293,7 @@ class CommandStreams:
 def open_missing_streams() -> None:
     """Open ``/dev/null`` in place of each standard stream that is closed (``>&-``).
 
-    Otherwise the next file that we open would get its descriptor and be mistaken for that stream.
+    Otherwise, the next file to be opened would get its descriptor and be mistaken for that stream.
     """
     for descriptor in (0, 1, 2):
         try:

@@ -1,4 +1,4 @@
-"""`OutputLog`: the output of a supervised command, in a log file of limited size.
+"""`OutputLog`: store the output of a supervised command in a log file of limited size.
 
 When the file is full, its middle is dropped. Its beginning and its newest part are kept, because
 they usually explain a failure.
@@ -13,8 +13,8 @@ from pathlib import Path
 from holdfast.core.files import close_descriptor, create_file, open_file, open_to_read
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
-# Of a log that exceeds its maximum size, the first quarter of that size and the last half of it are
-# kept.
+# When a log exceeds its maximum size, a quarter of that size is kept from the beginning of the log
+# and half of that size from the end.
 _HEAD_DIVISOR = 4
 _NEWEST_DIVISOR = 2
 # Marks a place where output is missing because the disk was full.
@@ -31,8 +31,8 @@ class OutputLog:
     Args:
         path: The log file.
         max_bytes: Size above which the middle of the file is dropped.
-        on_loss: Called with the error when a write fails, but not for further failures until a
-            write has succeeded.
+        on_loss: Called with the error when a write fails, and not again until a write has
+            succeeded.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -106,8 +106,8 @@ class OutputLog:
         if newest_offset <= head_bytes:
             return
         separator = b"\n--- holdfast: %d bytes left out ---\n" % (newest_offset - head_bytes)
-        # Keep the heading of the newest attempt, so that readers know which attempt the output is
-        # from.
+        # Keep the heading of the newest attempt, so that readers know which attempt wrote the
+        # output.
         if head_bytes <= self._attempt_offset < newest_offset:
             self._attempt_offset = head_bytes + len(separator)
             separator += self._attempt_line

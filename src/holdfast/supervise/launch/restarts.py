@@ -30,12 +30,12 @@ class Budgets:
     """How many times a command is restarted, and with what delays.
 
     Args:
-        max_restarts: Maximum number of restarts after failures. The default is that of torch's
+        max_restarts: Maximum number of restarts after failures. Same default as torch's
             ``LaunchConfig.max_restarts``.
-        max_preemptions: Maximum number of restarts after preemptions. The default covers a spot
-            instance that is preempted every hour of a night.
-        min_progress_steps: A failure that recurs within this many steps counts as no progress,
-            because checkpoints are usually saved less often.
+        max_preemptions: Maximum number of restarts after preemptions. The default is enough for a
+            spot instance that is preempted once an hour overnight.
+        min_progress_steps: If a failure recurs within this many steps, the run has made no
+            progress, because checkpoints are usually saved less often.
         first_delay_seconds: Delay before the first restart. It doubles with each restart. Same
             default as the kubelet's ``CrashLoopBackOff``.
         max_delay_seconds: Maximum delay. Same default as the kubelet.
@@ -50,12 +50,12 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastAttempt:
-    """Facts about an earlier attempt that the rules use.
+    """Facts about an attempt that has ended, as used by the rules.
 
     Args:
         cause: Id of the cause in its verdict.
         kind: The verdict's kind, which decides whether a restart can help.
-        at_step: Step at which the attempt failed, as the training script counts; None if unknown.
+        at_step: Step at which the attempt failed, in the script's own count; None if unknown.
         steps: Number of steps that the attempt completed; None if unknown.
         seconds: How long the attempt ran.
     """
@@ -69,12 +69,12 @@ class PastAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedAttempt:
-    """Input of the rules: the attempt that has just ended.
+    """The attempt that has just ended, which is the input of the rules.
 
     Args:
         verdict: Why the attempt ended.
         end: How the attempt ended.
-        history: All attempts of this run including this one, newest last.
+        history: All attempts of this run, including this one, newest last.
         budgets: Limits on restarts.
         environment: The command's environment.
         stop_signal: Name of the signal that made the training script stop, if the script recorded
@@ -161,8 +161,8 @@ def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecisio
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
     """If the training script stopped because of a signal, do not restart.
 
-    The signal may have reached the training process directly, so the supervisor knows of it only
-    from the recording. The exit code of such a process may be anything.
+    The signal may have been sent directly to the training process, so that the supervisor knows of
+    it only from the recording. The exit code of such a process may be any number.
     """
     if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
         return None
@@ -233,9 +233,9 @@ def preempted(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
-    """Do not restart if only a changed setting would help and there is none left to change.
+    """Do not restart if only a changed setting would help, but no setting is left to change.
 
-    An example is a run that is out of memory.
+    An example is a run that has run out of memory.
     """
     if attempt.verdict.restart != "remedy" or attempt.changes:
         return None
@@ -261,7 +261,7 @@ def restarts_used_up(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None:
-    """Restart immediately if the verdict changes a setting, since waiting would not help."""
+    """Restart immediately if the verdict changes a setting, because waiting would not help."""
     changes = attempt.changes
     if not changes:
         return None
@@ -330,6 +330,7 @@ def restart_delay_seconds(attempts: Sequence[PastAttempt], budgets: Budgets) -> 
         if attempt.seconds >= LONG_ATTEMPT_SECONDS:
             in_a_row = 0
         in_a_row += 1
+    # The first of several consecutive delays is not doubled.
     doublings = min(in_a_row - 1, _MAX_DOUBLINGS)
     # A first delay above the maximum was configured on purpose, so it raises the maximum.
     longest = max(budgets.max_delay_seconds, budgets.first_delay_seconds)
@@ -337,7 +338,7 @@ def restart_delay_seconds(attempts: Sequence[PastAttempt], budgets: Budgets) -> 
 
 
 def effective_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the environment variables in `changes` that would actually change a value.
+    """Return the environment variables in `changes` whose values would actually change.
 
     Settings of the CUDA allocator are merged: keys that `changes` does not name keep their values.
     """

@@ -36,8 +36,8 @@ FORMAT = 1
 _RUNS_FOLDER = "runs"
 _LAST_LINK = "last"
 _MAX_NAME_LENGTH = 60
-# These options keep git from taking locks and from running programs that the repository configures.
-# Untracked files, such as those in runs/, do not count as changes.
+# These options prevent git from taking locks and from running programs that are configured in the
+# repository. Untracked files, such as those in runs/, do not count as changes.
 _GIT_STATUS = (
     "git",
     "--no-optional-locks",
@@ -49,7 +49,7 @@ _GIT_STATUS = (
     "--untracked-files=no",
 )
 _GIT_SECONDS = 60.0
-# At the end of a run, how long to wait for git. Only a very short command ends before git does.
+# How long to wait for git at the end of a run. Only a very short command ends before git does.
 _GIT_LAST_SECONDS = 1.0
 _MAX_CHANGED_FILES = 20
 _GIT_HEADER = "# branch."
@@ -58,7 +58,7 @@ _GIT_HEADER = "# branch."
 def choose_folder(
     command: Sequence[str], started: float, parent: Path = Path(_RUNS_FOLDER)
 ) -> Path:
-    """Return a path that does not exist yet, for a new run directory.
+    """Return a path for a new run directory, which does not exist yet.
 
     Args:
         command: The command. Its script, module or program becomes the first part of the name.
@@ -86,7 +86,7 @@ def _name_of_command(command: Sequence[str]) -> str:
 
 
 class RunFolder:
-    """A run directory. It is created if it does not exist, and locked until `close`.
+    """A run directory, which is created if it does not exist, and locked until `close` is called.
 
     The kernel releases the lock when the process ends for any reason. An existing run directory is
     continued, because schedulers restart a job with the same command.
@@ -145,13 +145,13 @@ class RunFolder:
         )
 
     def next_attempt(self) -> int:
-        """Return the number of the next attempt, one above the last attempt recorded here."""
+        """Return the number of the next attempt, which follows the last attempt recorded here."""
         return max([-1, *self._recorded_attempts()]) + 1
 
     def _recorded_attempts(self) -> Iterator[int]:
-        # Read events of all kinds: the ring buffer is finite, so the event of the newest start may
-        # have been overwritten. Skip restarts, because they name an attempt that may never have
-        # started.
+        # Read events of all kinds: the ring buffer is finite, so the event that records the newest
+        # start may have been overwritten. Skip restart events, because they name an attempt that
+        # may never have started.
         with suppress(OSError, RunDirectoryError):
             for event in read_events(self.supervisor):
                 attempt = event.data.get("attempt")
@@ -186,14 +186,14 @@ class RunFolder:
         self._description = description
 
     def add_git_state(self) -> None:
-        """Add the git commit and the list of changed files, in a background thread."""
+        """Add the git commit and the changed files to the description, in a background thread."""
         self._git_thread = threading.Thread(target=self._add_git_state, daemon=True)
         self._git_thread.start()
 
     def _add_git_state(self) -> None:
         # Git may be missing or too slow, or the directory may not be a repository.
         with suppress(OSError, subprocess.SubprocessError):
-            status = subprocess.run(  # noqa: S603 - our own command line
+            status = subprocess.run(  # noqa: S603 - a fixed command line
                 _GIT_STATUS, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
             )
             self._write({**self._description, "git": parse_git_status(status.stdout)})
@@ -201,15 +201,15 @@ class RunFolder:
     def update_last_link(self, run_path: Path) -> None:
         """Point ``runs/last`` to the run if its directory is in a directory called ``runs``.
 
-        If ``last`` exists and is not a symbolic link, it stays as it is.
+        If ``last`` exists and is not a symbolic link, it is not changed.
         """
         parent = run_path.parent
         link = parent / _LAST_LINK
         if parent.name != _RUNS_FOLDER or (link.exists() and not link.is_symlink()):
             return
         temporary = parent / f".tmp-{_LAST_LINK}-{os.getpid()}"
-        # Some file systems have no symbolic links. The link is a convenience: the path is printed
-        # too.
+        # Some file systems do not support symbolic links. The link is only a convenience, because
+        # the path of the run is printed too.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(run_path.name)
@@ -223,7 +223,7 @@ class RunFolder:
 
 
 def parse_git_status(text: str) -> dict[str, Any]:
-    """Parse commit, branch and changed files from ``git status --porcelain=v2 --branch``."""
+    """Return the commit, branch and changed files from ``git status --porcelain=v2 --branch``."""
     headers = {}
     changed = []
     for line in text.splitlines():

@@ -3,17 +3,18 @@
 What happens on SIGTERM or Ctrl-C (SIGINT), in order:
 
 1. ``signals`` forwards the signal to the command from within the signal handler.
-2. `Shutdown.note_signal` starts the grace period of `grace_seconds`. A second Ctrl-C, or any third
+2. `Shutdown.note_signal` starts a grace period of `grace_seconds`. A second Ctrl-C, or any third
    signal that requests the end, cuts it short.
-3. After the command has ended, ``attempt`` asks its remaining processes to end. They have a short
-   grace period of their own.
+3. After the command has ended, ``attempt`` asks the command's remaining processes to end. They have
+   a short grace period of their own.
 4. At `kill_at`, ``attempt`` sends SIGKILL to all processes that are still running.
 5. ``restarts`` does not start another attempt, because the end was requested.
 
 After a hang or a failure on another host, the steps are the same, but the supervisor sends the
 SIGTERM itself and another attempt may follow.
 
-This module sends no signals and reads no clock: ``attempt`` does, and passes the time.
+This module sends no signals and reads no clock. ``attempt`` sends the signals and passes the time
+to this module.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import signal
 
 from holdfast.supervise.launch.signals import ASKING_TO_END, FORWARDED
 
-# The third request to end kills the command immediately. So does a second Ctrl-C.
+# The third request to end the command kills it immediately. So does a second Ctrl-C.
 _REQUESTS_TO_KILL = 3
 # A SIGINT this soon after the first one does not count as a second Ctrl-C, because a shell and a
 # wrapper script may both forward the same Ctrl-C.
@@ -33,7 +34,7 @@ _SHELL_SIGNAL_BASE = 128
 
 
 class Shutdown:
-    """Tracks requests to end the command, and the times at which it is asked to end and killed.
+    """Tracks requests to end the command, and the times at which to terminate and kill it.
 
     All times are on the clock of `time.monotonic`.
 
@@ -45,11 +46,12 @@ class Shutdown:
         self.grace_seconds = grace_seconds
         # The last signal that the supervisor sent on its own initiative, or None.
         self.signal_sent: int | None = None
-        # When the supervisor will ask the command to end on its own initiative; infinite for never.
+        # When the supervisor, on its own initiative, will ask the command to end; `math.inf` means
+        # never.
         self.terminate_at = math.inf
-        # When all processes that are still running will be killed; infinite for never.
+        # When all processes that are still running will be killed; `math.inf` means never.
         self.kill_at = math.inf
-        # Signals that requested the end, in order of arrival.
+        # Signals that requested the end of the command, in order of arrival.
         self._requests: list[int] = []
         self._forwarded: list[int] = []
         self._first_interrupt_at: float | None = None
@@ -65,7 +67,7 @@ class Shutdown:
         return len(self._requests)
 
     def note_signal(self, number: int, arrived_at: float) -> None:
-        """Note a forwarded signal. If it requests the end, start or shorten the grace period."""
+        """Record a forwarded signal. If it requests the end, start or shorten the grace period."""
         if number in FORWARDED:
             self._forwarded.append(number)
         if number not in ASKING_TO_END:
@@ -95,14 +97,15 @@ class Shutdown:
         self.kill_at = math.inf
 
     def kill_within(self, seconds: float, now: float) -> None:
-        """Kill the command within this time; an earlier deadline stays in force."""
+        """Set the time at which the command is killed; an earlier deadline remains in force."""
         self.kill_at = min(self.kill_at, now + seconds)
 
     def requested_by(self, status: int) -> int | None:
         """Return the signal by which a user or a scheduler requested the end, or None.
 
         SIGINT and SIGTERM always request the end. So does SIGHUP: the terminal is gone, so nobody
-        would see another attempt. Any other signal counts only if the command died of it.
+        would see another attempt. Any other signal counts as a request only if it killed the
+        command.
 
         Args:
             status: Exit code of the command, or the negated number of the signal that killed it.
@@ -116,8 +119,9 @@ class Shutdown:
 
 
 def signal_in_status(status: int) -> int:
-    """Return the number of the signal that killed a command, even if a shell reports an exit code.
+    """Return the number of the signal that killed a command.
 
-    If no signal killed the command, the result is not a valid signal number.
+    A shell may report the signal as an exit code. If no signal killed the command, the result is
+    not a valid signal number.
     """
     return -status if status < 0 else status - _SHELL_SIGNAL_BASE

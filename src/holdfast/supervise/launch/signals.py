@@ -4,11 +4,11 @@ The command runs in its own session, so signals from the terminal do not reach i
 supervisor forwards each signal exactly once:
 
 SIGINT, SIGQUIT, SIGHUP    to the command's process group, as a terminal sends them
-SIGTERM                    to the command only: a loader worker without a handler would die of it,
-                           and its death would then end the trainer while it is saving
-SIGUSR1, SIGUSR2           to the command if it handles them, otherwise to the
-                           descendants that do. torchrun and shells would die of a signal that
-                           the ranks understand as "save and stop"
+SIGTERM                    to the command only: the signal would kill a loader worker without a
+                           handler, whose death would then end the trainer while it is saving
+SIGUSR1, SIGUSR2           to the command if it handles them, otherwise to the descendants that do:
+                           a signal that the ranks interpret as "save and stop" would kill
+                           torchrun and shells
 
 Other modules decide when the command is killed (``shutdown``) and whether it is restarted
 (``restarts``).
@@ -45,7 +45,7 @@ _READ_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSignal:
-    """A received signal with its time of arrival, on the clock of `time.monotonic`."""
+    """A signal that the supervisor has received, and when, on the clock of `time.monotonic`."""
 
     number: int
     arrived_at: float
@@ -54,8 +54,8 @@ class ReceivedSignal:
 class Signals:
     """Context manager that installs signal handlers and forwards signals to the command.
 
-    `take` returns the signals that have arrived. A signal that is already ignored at the start
-    stays ignored, by the supervisor and by the command, so that ``nohup`` works.
+    `take` returns the signals that have arrived. A signal that is already ignored at startup is
+    still ignored, by both the supervisor and the command, so that ``nohup`` works.
 
     Args:
         tree: Finds the processes of the command, which Ctrl-Z suspends together with the
@@ -72,7 +72,7 @@ class Signals:
         # Signals received while there was no command to forward them to.
         self._waiting: list[int] = []
         self._previous_handlers: dict[int, Any] = {}
-        # A pipe whose reading end, `wake`, is readable after a signal or a call of `wake_up`.
+        # A pipe whose reading end, `wake`, becomes readable after a signal or a call to `wake_up`.
         self.wake, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __enter__(self) -> Self:
@@ -92,7 +92,8 @@ class Signals:
             # None means that the previous handler was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
-        # The descriptor may be reused for another file, and a late thread must not write to it.
+        # The descriptor may be reused for another file, to which a thread that is still running
+        # must not write.
         wake_writer = self._wake_writer
         self._wake_writer = -1
         os.close(self.wake)
@@ -158,8 +159,8 @@ class Signals:
     def _on_suspend(self, _number: int, _frame: FrameType | None) -> None:
         """On Ctrl-Z, suspend the command together with the supervisor; continue both together.
 
-        The command gets SIGSTOP, because the kernel ignores SIGTSTP in a process group whose parent
-        is in another session.
+        The command is sent SIGSTOP, because the kernel ignores SIGTSTP in a process group whose
+        parent is in another session.
         """
         processes = set() if self.command is None else self._tree.processes()
         signal_all(processes, signal.SIGSTOP)
@@ -168,9 +169,10 @@ class Signals:
 
 
 def find_handlers(command: int, number: int) -> set[int]:
-    """Return the topmost processes of a command's tree that handle a signal.
+    """Return the PIDs of the topmost processes in a command's process tree that handle a signal.
 
-    The descendants of such a process are excluded, because it is expected to notify them itself.
+    Their descendants are excluded, because a process that handles the signal is expected to notify
+    its own descendants.
     """
     children = children_by_parent(read_table())
     handlers: set[int] = set()

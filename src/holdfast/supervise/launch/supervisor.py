@@ -90,7 +90,7 @@ class RunOutcome:
     Args:
         exit_code: Exit code of the last attempt, as a shell reports it.
         attempts: How many times the command was started.
-        seconds: Time from the first start to the end.
+        seconds: Time from the start of the first attempt to the end of the last one.
         why: Why the command is not restarted, as a clause without a final period.
         verdict: Why the last attempt ended.
         run_path: The run directory.
@@ -221,7 +221,7 @@ class Supervisor:
             yield _ProcessControl(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
     def _run_attempt(self, control: _ProcessControl) -> AttemptEnd:
-        """Start the command, serve it until it ends, and record both events."""
+        """Start the command, serve it until it ends, and record its start and its end."""
         options = self._options
         self._log.begin_attempt(self._number)
         remove_verdict(self.run_path)
@@ -232,7 +232,7 @@ class Supervisor:
         control.sentinel.guard_session(attempt.child.pid)
         with self._watching(attempt):
             end = attempt.serve()
-        # From now on, the kernel may reuse the session ID.
+        # From now on, the kernel may reuse the session ID for other processes.
         control.sentinel.guard_session(0)
         oom_kills = _difference(oom_kills_before, count_oom_kills())
         pid = attempt.child.pid
@@ -344,7 +344,12 @@ class Supervisor:
     def _wait_before_restart(
         self, decision: RestartDecision, verdict: Verdict, control: _ProcessControl
     ) -> RestartDecision:
-        """Wait for the restart delay and the other hosts, unless a signal ends the run."""
+        """Before a restart, wait for the restart delay and then for the other hosts.
+
+        Returns:
+            The decision, or `EndRun` if a signal requests the end of the run or the hosts cannot
+            start together.
+        """
         if isinstance(decision, EndRun):
             return decision
         self._announce_restart(decision, verdict)
@@ -375,7 +380,7 @@ class Supervisor:
         )
 
     def _sleep(self, seconds: float, signals: Signals) -> bool:
-        """Sleep; return False early if a signal requests the end of the run, otherwise True."""
+        """Sleep and return True, or return False early if a signal requests the end of the run."""
         deadline = time.monotonic() + seconds
         while True:
             for received in signals.take():
@@ -391,7 +396,7 @@ class Supervisor:
     # --- several hosts ---
 
     def _wait_for_hosts(self, control: _ProcessControl) -> str | None:
-        """Start an attempt together with the other hosts; return the reason if that fails."""
+        """Wait until all hosts start the attempt; return the reason if they cannot, else None."""
         if self._hosts is None:
             return None
         return self._hosts.begin(

@@ -19,13 +19,13 @@ from holdfast.recorder.run_files import VERDICT_FILE
 
 # Rule id of an unknown cause.
 _UNKNOWN = "H1600"
-# Rule id of a failure that followed the failure of another rank.
+# Rule id of a failure that was caused by the failure of another rank.
 _ANOTHER_RANK_FAILED = "H114"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptJudgement:
-    """The verdict on an attempt, with further facts from its recording.
+    """The verdict on an attempt, with other facts from its recording.
 
     Args:
         verdict: Why the attempt ended.
@@ -69,7 +69,7 @@ def write_verdict(run_path: Path, verdict: Verdict, emit: Callable[[EventData], 
     try:
         replace_file(run_path / VERDICT_FILE, content)
     except OSError as error:
-        # The disk is full or the directory is gone. The verdict is in the events too.
+        # The disk is full or the directory is gone. The events also contain the verdict.
         remove_verdict(run_path)
         why = error.strerror or str(error)
         emit(process_events.NotWritten(file=VERDICT_FILE, error=why))

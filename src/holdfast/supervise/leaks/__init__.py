@@ -3,7 +3,7 @@
 The package has two parts, neither of which imports torch:
 
 - In the supervisor, ``trends`` applies a slope test (``growth``) to the memory readings of each
-  trainer. If memory leaks, it requests a trace from the trainer.
+  trainer. If a trainer leaks memory, ``trends`` requests a trace from it.
 - In the trainer, ``tracer`` scans all objects over a few steps. ``census`` finds the objects that
   grow in every scan, ``references`` and ``holder_links`` find the name that holds them, and
   ``source_lines`` finds the line of the script that makes them grow. ``findings`` combines these

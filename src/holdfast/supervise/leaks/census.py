@@ -1,8 +1,8 @@
-"""`Census`: measure all objects of a process repeatedly, and keep those that grow every time.
+"""`Census`: measure all objects of a process repeatedly, and find those that grow every time.
 
 A container is measured by its length. Tensors and instances of the script's classes are counted by
 class. Named values are measured by their size and by the size of the autograd graph behind them.
-None of this calls code of the script.
+No measurement calls code of the script.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _CONTAINERS = (list, dict, set, deque)
 _SIZED = (str, bytes, bytearray, list, tuple)
 # Classes whose instances can be passed to `sys.getsizeof` without calling code of the script.
 _BUILT_IN = (*_SIZED, int, float, complex, dict, set, frozenset)
-# References from objects of these types are not followed: the program keeps the targets alive
-# anyway.
+# References from objects of these types are not followed, because the program keeps the objects
+# that they refer to alive anyway.
 _NOT_WEIGHED = (type, types.ModuleType, types.CodeType, types.FunctionType)
 # A trace gives up above this many objects, because it needs about 250 bytes per container.
 _MAX_OBJECTS = 2_000_000
-# A larger dictionary is not taken for the attributes of an object.
+# A dictionary with more entries than this is assumed not to contain the attributes of an object.
 _MAX_NAMED_ENTRIES = 64
 _MAX_NODES = 20_000
 _MAX_WEIGHED_OBJECTS = 2_000
@@ -121,7 +121,7 @@ class Census:
     # --- measuring ---
 
     def measure(self, frames: Frames) -> Iterator[Measurement]:
-        """Yield the measurements of all objects, or after the first scan those of growing ones."""
+        """Yield the measurements of all objects; after the first scan, only of growing objects."""
         for candidate in _all_objects():
             kind = type(candidate)
             if kind not in self._measurers:
@@ -153,14 +153,15 @@ class Census:
         yield from self._measure_values(id(cell), values)
 
     def _measure_instance(self, instance: Any) -> Iterator[Measurement]:
-        """Count an instance of a class, and measure its attributes if the class is the script's."""
+        """Count an instance, and measure its attributes if the script defines its class."""
         kind = type(instance)
         shape = self.shape_of(instance) if is_a(instance, self._tensor_type) else ()
         key = ("number", kind, *shape)
         if self._is_wanted(key):
             yield key, 1, instance
         if is_users_file(source_file_of(kind)):
-            # The garbage collector may not yet track the attribute dictionary, so it is read here.
+            # The attribute dictionary is measured here, because the garbage collector may not track
+            # it yet.
             attributes = attributes_of(instance)
             if attributes is not None:
                 yield from self._measure_container(attributes, dict)
@@ -180,7 +181,7 @@ class Census:
         """Measure named values and the autograd graphs behind them.
 
         Args:
-            holder: `id` of the object that the names belong to.
+            holder: `id` of the object in which the names are defined.
             named: Pairs of name and value.
         """
         for name, value in named:
@@ -196,7 +197,7 @@ class Census:
                 yield nodes_key, count_graph_nodes(value, _MAX_NODES), value
 
     def shape_of(self, candidate: Any) -> tuple[Any, ...]:
-        """Return shape and dtype of a tensor or array, or an empty tuple for other objects."""
+        """Return the shape and dtype of a tensor or array, or an empty tuple for other objects."""
         if not issubclass(type(candidate), self._array_types):
             return ()
         try:
@@ -214,7 +215,7 @@ class Census:
                 storage = array.untyped_storage()
                 return storage.data_ptr(), storage.nbytes()
             return id(array), array.nbytes
-        except Exception:  # noqa: BLE001 - it has none, or its class is the script's
+        except Exception:  # noqa: BLE001 - no storage, or a class of the script
             return id(array), 0
 
     # --- retained memory ---
@@ -261,7 +262,7 @@ class Census:
 
 
 def _is_weighed(kind: type) -> bool:
-    """Return whether objects of a class are weighed. A torch module is the model, not a leak."""
+    """Return whether the memory of a class's instances counts; a torch module is not a leak."""
     if issubclass(kind, _NOT_WEIGHED):
         return False
     return "Module" not in [base.__name__ for base in kind.__mro__]
@@ -301,7 +302,7 @@ def count_graph_nodes(tensor: Any, limit: int) -> int:
     """Return the number of nodes in the autograd graph behind a tensor, up to a limit."""
     try:
         remaining = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    except Exception:  # noqa: BLE001 - an array, or its class is the script's
+    except Exception:  # noqa: BLE001 - an array, or a class of the script
         return 0
     met: set[Any] = set()
     while remaining and len(met) < limit:

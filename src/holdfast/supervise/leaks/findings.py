@@ -1,8 +1,8 @@
 """Turn a census into leaks: which objects pile up, what holds them, and which line adds them.
 
-While references are followed, only one of our lists, `targets`, may hold objects of the script;
-otherwise the search would report holdfast as a holder. Records in this module therefore refer to
-objects by their index in that list.
+While references are followed, only one of holdfast's own lists, `targets`, may hold objects of the
+script; otherwise, the search would report holdfast as a holder. Records in this module therefore
+refer to objects by their index in that list.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MAX_NEWEST_ENTRIES = 32
 _MAX_SECONDS = 8.0
 # A leak smaller than this share of the largest leak is not reported.
 _MIN_SHARE = 0.05
-# In bytes per step. A smaller leak, such as a list of losses kept for plotting, is reported only if
-# nothing else grows.
+# A leak of fewer bytes per step than this, such as a list of losses kept for plotting, is reported
+# only if nothing else grows.
 _MIN_BYTES = 256
 # Estimated size of an autograd node without its saved tensors.
 _NODE_BYTES = 512
@@ -55,7 +55,7 @@ class _GrowingObject:
         target: Index in `targets` of the growing container or value, or of a recent instance of the
             growing class.
         measure: How the object was measured.
-        what: Description of the object.
+        what: A description of the object.
         count_per_step: Growth per step, in the unit of `measure`.
         bytes_per_step: Growth per step in bytes, of memory that is visible from Python.
         rank: Growth per step in bytes, including an estimate for activations; used for sorting.
@@ -94,8 +94,8 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     targets: list[Any] = []
     growing_objects = _find_growing_objects(census, frames, steps, targets)
     growing_objects.sort(key=lambda growing: -growing.rank)
-    # Leaks by the place that keeps the memory. Each place is reported once, with its largest
-    # object.
+    # Leaks, keyed by the line or name that keeps the memory alive. Each line or name is reported
+    # only once, with its largest object.
     leaks: dict[str, _RankedLeak] = {}
     for growing in growing_objects[:_MAX_FOLLOWED]:
         stop_at: frozenset[int] = frozenset()
@@ -154,7 +154,7 @@ def _describe_holder(growing: _GrowingObject, path: HolderPath) -> str:
 
 
 def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
-    """Return the form of a leak, which selects its signature. The most certain signs come first."""
+    """Return the form of a leak, which selects its signature; the most reliable rule wins."""
     kinds = {link.kind for link in path.links}
     is_container = growing.measure == "length"
     rules = (
@@ -179,7 +179,7 @@ def _form_of(growing: _GrowingObject, path: HolderPath) -> str:
 def _find_growing_objects(
     census: Census, frames: Frames, steps: int, targets: list[Any]
 ) -> list[_GrowingObject]:
-    """Return the objects that are still growing, and append them to `targets`."""
+    """Return a record of each object that is still growing, and append the object to `targets`."""
     # For each growing class, the instances that first appeared in the second-to-last scan and still
     # exist.
     recent_instances = {
@@ -206,7 +206,7 @@ def _find_growing_objects(
 def _measure_growth(
     census: Census, key: Key, target: Any, steps: int, *, index: int
 ) -> _GrowingObject:
-    """Return the growing object behind a census key, with its estimated growth per step."""
+    """Return the growing object that a census key identifies, with its growth per step."""
     measure = cast("Measure", key[0])
     first, last = census.grown[key]
     count_per_step = (last - first) / steps
@@ -237,7 +237,7 @@ def _measure_growth(
 
 
 def _unit_bytes(measure: Measure, target: Any, retained: RetainedMemory) -> float:
-    """Return the bytes per unit of growth: an object, a graph node or an entry of a value."""
+    """Return the bytes per unit of growth, which is an object, a graph node or an entry."""
     if measure == "number":
         return retained.bytes
     if measure == "nodes":

@@ -1,8 +1,8 @@
-"""Decide whether memory grows without end, with a slope test on readings over many steps.
+"""Decide whether memory grows without bound, with a slope test on readings over many steps.
 
-A leak grows at a constant rate. Other growth looks different: memory levels off after a warm-up, a
-cache fills ever more slowly, garbage and evaluation rise and fall, and a buffer is allocated once.
-All functions here are pure.
+A leak makes memory grow at a constant rate. Other causes look different: memory levels off after a
+warm-up, a cache fills ever more slowly, garbage and evaluation make memory rise and fall, and a
+buffer is allocated only once. All functions in this module are pure.
 
 ``trends`` reads the measurements and acts on growth, and ``tracer`` finds the objects that hold the
 memory.
@@ -27,7 +27,7 @@ _MIN_KENDALL_S = 58
 # exponential approach to a limit stay below this ratio.
 _MIN_PACE = 0.65
 _MAX_SHARE_OF_ONE_JUMP = 0.5
-# Growth below these values may be a fluctuation of the allocator's pools.
+# Less growth than this may be due to fluctuations of the allocator's pools.
 _MIN_GROWTH_BYTES = 16 << 20
 _MIN_GROWTH_SHARE = 0.01
 _MIN_GROWTH_OVER_NOISE = 3.0
@@ -41,7 +41,7 @@ class MemoryGrowth:
         bytes_per_step: The slope: the median of the slopes over all pairs of windows (Theil-Sen).
         low: The 10th percentile of these slopes.
         high: The 90th percentile of these slopes.
-        bytes_per_second: The slope relative to time instead of steps.
+        bytes_per_second: The slope over time instead of steps.
         grown_bytes: Total growth over the readings.
         steps: Number of steps from the first to the last reading.
     """
@@ -54,7 +54,7 @@ class MemoryGrowth:
     steps: int
 
     def minutes_until_used(self, free_bytes: int) -> float:
-        """Return how many minutes it takes to use up this much memory, at this slope."""
+        """Return how many minutes it takes to use up `free_bytes` of memory at this slope."""
         return max(0, free_bytes) / self.bytes_per_second / 60
 
 
@@ -76,11 +76,11 @@ class MemoryReading:
 def find_growth(readings: Sequence[MemoryReading]) -> MemoryGrowth | None:
     """Return the growth of leaking memory, or None if there is no leak or too few readings.
 
-    The first fifth of the readings is ignored as warm-up. The rest is cut into twelve windows, and
-    only the lowest reading of each window counts, which ignores temporary memory. These readings
-    must rise steadily (Mann-Kendall test) and by more than noise and allocator pools can explain.
-    They must not rise in a single jump, and must rise nearly as fast at the end as at the
-    beginning.
+    The first fifth of the readings is ignored as warm-up. The rest is divided into twelve windows,
+    and only the lowest reading of each window is used, so that temporary memory is ignored. These
+    lowest readings must rise steadily (Mann-Kendall test) and by more than noise and allocator
+    pools can explain. They must not rise in a single jump, and must rise nearly as fast at the end
+    as at the beginning.
     """
     after_warm_up = readings[int(len(readings) * _WARM_UP_SHARE) :]
     if len(after_warm_up) < _MIN_READINGS:
@@ -122,7 +122,10 @@ def _cut_into_windows(readings: Sequence[MemoryReading]) -> list[Sequence[Memory
 
 
 def _rises(pairs: Sequence[tuple[MemoryReading, MemoryReading]]) -> bool:
-    """Return whether nearly all pairs rise. Kendall's S is the rising minus the falling pairs."""
+    """Return whether memory rises in nearly all pairs of readings.
+
+    Kendall's S is the number of rising pairs minus the number of falling pairs.
+    """
     rising = sum(later.used_bytes > earlier.used_bytes for earlier, later in pairs)
     falling = sum(later.used_bytes < earlier.used_bytes for earlier, later in pairs)
     return rising - falling >= _MIN_KENDALL_S
@@ -131,7 +134,12 @@ def _rises(pairs: Sequence[tuple[MemoryReading, MemoryReading]]) -> bool:
 def _keeps_growing(
     lowest: Sequence[MemoryReading], windows: Sequence[Sequence[MemoryReading]]
 ) -> bool:
-    """Return whether the windows grow enough, without slowing down, and not in a single jump."""
+    """Return whether memory grows enough, without slowing down, and not in a single jump.
+
+    Args:
+        lowest: The lowest reading of each window.
+        windows: All readings of each window.
+    """
     values = [reading.used_bytes for reading in lowest]
     grown = values[-1] - values[0]
     if grown < max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * values[0]):

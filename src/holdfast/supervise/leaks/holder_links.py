@@ -1,8 +1,9 @@
 """Translate a chain of references between objects into attributes, entries and variables.
 
-A chain is a list of objects in which each object is referred to by the next one. Several references
-in a row are often a single link in Python terms: an attribute is a reference from an instance to
-its attribute dictionary and one from there to the value. `links_of` does the translation.
+A chain is a list of objects in which each object is referred to by the next one. Several
+consecutive references are often a single link in Python terms: an attribute consists of a reference
+from an instance to its attribute dictionary, and another from the dictionary to the value.
+`links_of` does the translation.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class HolderLink:
     Args:
         kind: The kind of link in Python terms. An "entry" is an entry of a container.
         name: The identifier or the key; empty if the link has none.
-        owner: The module, function or class that the name belongs to.
+        owner: The module, function or class that defines the name.
         file: The source file of `owner`.
-        lines: First and last line of the function, for a local.
+        lines: The first and the last line of the function, for a local variable.
     """
 
     kind: LinkKind
@@ -110,7 +111,7 @@ def _cache_link(_held: Any, entry: Any, cache: Any) -> HolderLink | None:
     return _direct_link(entry, cache)
 
 
-# Functions that recognize a link made of several references, with the number of references. Such a
+# Functions that recognize a link made of several references, with the number of references. Each
 # function is called with an object and that many further objects of the chain. The first function
 # that returns a link wins.
 _RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
@@ -122,7 +123,7 @@ _RECOGNIZERS: dict[Callable[..., HolderLink | None], int] = {
 
 
 def _direct_link(held: Any, holder: Any) -> HolderLink:
-    """Return the link for a single reference."""
+    """Return the link for a single reference, from `holder` to `held`."""
     kind = type(holder)
     if kind.__name__ == LRU_CACHE:
         code = getattr(getattr(holder, "__wrapped__", None), "__code__", None)
@@ -167,18 +168,18 @@ def _link_of_class(kind: type, name: str) -> HolderLink:
 
 
 def link_of_code(kind: LinkKind, name: str, code: types.CodeType) -> HolderLink:
-    """Return a link whose name belongs to a function."""
+    """Return a link whose name is defined in a function, given the function's code."""
     last_line = max((line for _, _, line in code.co_lines() if line is not None), default=0)
     return HolderLink(kind, name, code.co_name, code.co_filename, (code.co_firstlineno, last_line))
 
 
 def _key_in(entries: dict[Any, Any], held: Any) -> str:
-    """Return the key of an object in a dictionary, or an empty string if it is not a string."""
+    """Return the key of an object in a dictionary; empty if the key is not a string."""
     return _name_in(list(dict.items(entries)), held)
 
 
 def _name_in(named: Iterable[tuple[Any, Any]], held: Any) -> str:
-    """Return the name of an object in pairs of name and object, or an empty string."""
+    """Return the name of an object, given pairs of name and object; empty if there is none."""
     for name, candidate in named:
         if candidate is held and type(name) is str:
             return name

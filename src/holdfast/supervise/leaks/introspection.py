@@ -15,8 +15,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-# Directory of the holdfast package, with a trailing separator. File names in its frames start with
-# it.
+# Directory of the holdfast package, with a trailing separator. The file name of every frame that
+# runs holdfast's code starts with this path.
 OWN_FOLDER = str(Path(__file__).parents[2]) + os.sep
 _LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARY_FOLDERS = tuple(
@@ -24,8 +24,9 @@ _LIBRARY_FOLDERS = tuple(
 )
 # Names of directories with installed packages. The second one is used by Debian.
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# Reference count of a frame's snapshot of its locals if nothing else uses it: the references are
-# those of the frame, of our variable and of the argument of `sys.getrefcount`.
+# Reference count of a frame's snapshot of its locals if nothing else uses the snapshot. The
+# references are those from the frame, from the variable in `locals_of` and from the argument of
+# `sys.getrefcount`.
 _UNSHARED_REFERENCES = 3
 
 
@@ -36,7 +37,7 @@ def is_a(candidate: Any, *kinds: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(file: str) -> bool:
-    """Return whether a source file belongs to the script, according to its location."""
+    """Return whether a source file is the user's own, rather than part of a package or Python."""
     # A name such as "<string>" is not a file.
     if not file or file.startswith(("<", OWN_FOLDER, *_LIBRARY_FOLDERS)):
         return False
@@ -69,7 +70,10 @@ def locals_of(frame: types.FrameType) -> dict[str, Any]:
 
 
 def attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an object or None, without calling code of its class."""
+    """Return the ``__dict__`` of an object, without calling code of its class.
+
+    The result is None if the object has no such dictionary.
+    """
     for base in type(owner).__mro__:
         descriptor: Any = vars(base).get("__dict__")
         if is_a(descriptor, types.GetSetDescriptorType):

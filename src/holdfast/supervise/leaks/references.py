@@ -1,8 +1,9 @@
 """Find the name that keeps an object alive, by following references backward.
 
 The search asks the garbage collector which objects refer to a given object, then which objects
-refer to those, until it reaches a name: a global, a local, a class attribute or a cache. The search
-must not find itself, so its own containers that hold objects of the script are excluded by `id`.
+refer to those, and so on until it reaches a name: a global, a local, a class attribute or a cache.
+The search must not find itself, so its own containers that hold objects of the script are excluded
+by `id`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from holdfast.supervise.leaks.introspection import (
 )
 
 _MAX_LEVELS = 40
-# Maximum number of objects to follow on each level.
+# Maximum number of objects to follow at each level of the search.
 _MAX_WIDTH = 24
 
 
@@ -54,13 +55,13 @@ class _Walk:
     """State of a breadth-first search from a target through the objects that refer to it."""
 
     def __init__(self, target: object) -> None:
-        # The chain of references from the target to each visited object, by the object's `id`.
+        # The chain of objects from the target to each visited object, keyed by the object's `id`.
         self.chains: dict[int, Chain] = {id(target): [target]}
         # Chains that end at an object that was already visited.
         self.closed: list[Chain] = []
-        # The objects of the newest level.
+        # The objects that were found at the newest level of the search.
         self.frontier: list[Any] = [target]
-        # Whether a level had too many objects, so some were skipped.
+        # Whether a level had too many objects, so that some were skipped.
         self.was_cut = False
 
     def extend(self, referrers: Iterable[tuple[Any, Any]]) -> None:
@@ -77,7 +78,7 @@ class _Walk:
                 self.was_cut = True
 
     def container_ids(self) -> set[int]:
-        """Return the `id` of every container of the walk that refers to objects of the script."""
+        """Return the `id` of every container in this walk that refers to objects of the script."""
         containers = (self.frontier, self.chains, self.closed, *self.chains.values(), *self.closed)
         return {id(container) for container in containers}
 
@@ -96,15 +97,15 @@ class HolderSearch:
     def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:
         self._until = until
         self._running_frames = {id(frame) for frame in frames}
-        # Module names by the `id` of the module's globals. If a script is loaded under two names,
-        # the last one wins.
+        # Module names, keyed by the `id` of the module's globals. If a script is loaded under two
+        # names, the last one wins.
         self._modules: dict[int, str] = {}
         for name in [*sys.modules, "__main__"]:
             module = sys.modules[name]
             if is_a(module, types.ModuleType):
                 self._modules[id(vars(module))] = name
-        # Name and function of each local, by the `id` of its value. Names in the script's files
-        # take precedence.
+        # The name and the function of each local variable, keyed by the `id` of its value. Names in
+        # the script's files take precedence.
         self._locals: dict[int, tuple[str, types.CodeType]] = {}
         for frame in sorted(frames, key=lambda frame: not is_users_file(frame.f_code.co_filename)):
             for name, local in locals_of(frame).items():
@@ -115,8 +116,8 @@ class HolderSearch:
         """Return the shortest path from a name to an object.
 
         Args:
-            target: The object to find.
-            own: `id` of every container of holdfast that holds the object.
+            target: The object to which the path leads.
+            own: `id` of every container in holdfast that holds the object.
             growing: `id` of every container that is known to grow.
         """
         walk = _Walk(target)
@@ -134,7 +135,7 @@ class HolderSearch:
         return HolderPath("cycle", _best_cycle(walk.closed))
 
     def _find_end(self, walk: _Walk, target: object, growing: frozenset[int]) -> HolderPath | None:
-        """Return the path if the frontier contains a name or a growing container, or None."""
+        """Return the path if the frontier contains a name or a growing container, else None."""
         for member in walk.frontier:
             if member is not target and id(member) in growing:
                 return HolderPath("container")
@@ -144,7 +145,7 @@ class HolderSearch:
         return None
 
     def _links_from_root(self, chain: Chain) -> list[HolderLink]:
-        """Return the links of a chain if it ends at a name, otherwise an empty list.
+        """Return the links of a chain if the chain ends at a name, otherwise an empty list.
 
         A name is a local variable, or a named entry of a module, function, class or cache.
         """
@@ -164,7 +165,7 @@ class HolderSearch:
     def _find_referrers(self, below: list[Any], excluded: set[int]) -> list[tuple[Any, Any]]:
         """Return pairs of an object and the member of `below` that it refers to.
 
-        `excluded` holds the `id` of containers to ignore, because they belong to the search.
+        `excluded` contains the `id` of each container to ignore because the search itself uses it.
         """
         referrers = []
         by_id = {id(member): member for member in below}

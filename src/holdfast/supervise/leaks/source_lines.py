@@ -1,8 +1,8 @@
 """Find the source line of the script that makes a named object grow.
 
-Each statement of the script is classified by its effect on the name. It may extend the object that
-the name refers to, by calling a method that adds to it or by assigning to a part of it. Or it may
-bind the name to another object.
+Each statement of the script is classified by its effect on the name. A statement may extend the
+object that the name refers to, by calling a method that adds to the object or by assigning to a
+part of it. Or the statement may bind the name to another object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MAX_CODE_LENGTH = 160
 _MODULE = "<module>"
 # Objects are created or reset in these functions, so lines in other functions are preferred.
 _STARTING_FUNCTIONS = (_MODULE, "__init__", "reset", "clear")
-# Methods that add to their object. A name that ends with an underscore changes a tensor in place.
+# Names of methods that add to their object. A method whose name ends with an underscore changes a
+# tensor in place.
 _ADDING_METHOD = re.compile(
     r"add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault|update"
     r"|write|register_\w+|add_module|\w*[a-z]_"
@@ -45,7 +46,7 @@ class _KeepingLine:
     """A source line that may make memory grow.
 
     Args:
-        rank: Sort key; the most likely line has the largest. See `SourceLines._lines_for`.
+        rank: Sort key, which is largest for the most likely line. See `SourceLines._lines_for`.
         file: File that contains the line.
         line: Line number.
     """
@@ -69,8 +70,8 @@ class SourceLines:
     def find_keeping_line(self, links: Sequence[HolderLink]) -> str:
         """Return the line that most likely makes an object grow.
 
-        Statements of the script are preferred over those of a library, then statements that extend
-        an object over those that bind a name, then names close to the object over distant names.
+        Statements in the script are preferred to those in a library, then statements that extend an
+        object to those that bind a name, and then names close to the object to distant names.
 
         Args:
             links: The path from an object to the name that holds it, innermost link first.
@@ -98,7 +99,7 @@ class SourceLines:
         return self._describe(best.file, best.line)
 
     def _lines_for(self, link: HolderLink, distance: int) -> Iterator[_KeepingLine]:
-        """Yield the lines that extend the object of a name or bind the name.
+        """Yield the lines that extend the object that a name refers to, or that bind the name.
 
         Args:
             link: The link that has the name.
@@ -111,7 +112,7 @@ class SourceLines:
             parsed = self._parse(file)
             for line, effect in parsed.find_effects(link):
                 function = parsed.function_at(line)
-                # Module-level code runs only once, so binding a name there makes nothing grow.
+                # Module-level code runs only once, so a name that is bound in it does not grow.
                 if effect == "binds" and function == _MODULE:
                     continue
                 # The most important criterion comes first. Larger is better.
@@ -132,7 +133,10 @@ class SourceLines:
 
 
 def _without_exceptions(links: Sequence[HolderLink]) -> Sequence[HolderLink]:
-    """Return the links after the last traceback, because frames of an exception do not hold it."""
+    """Return the links after the last traceback, or all links if there is none.
+
+    An exception's frames are not the cause of a leak; whatever keeps the exception alive is.
+    """
     last = -1
     for index, link in enumerate(links):
         if link.kind == "traceback":
@@ -170,7 +174,7 @@ class _ParsedFile:
 
     def function_at(self, line: int) -> str:
         """Return the name of the innermost function that contains a line."""
-        # `ast.walk` visits outer functions first.
+        # `ast.walk` visits outer functions first, so the last match is the innermost function.
         name = _MODULE
         for function in self._functions:
             if function.lineno <= line <= (function.end_lineno or 0):
@@ -179,12 +183,13 @@ class _ParsedFile:
 
     def code_at(self, line: int) -> str:
         """Return the text of a line, shortened; empty if the line does not exist."""
+        # Line numbers start at 1. A slice, unlike an index, may be out of range.
         text = "".join(self._lines[line - 1 : line]).strip()
         return sanitise(text, most=_MAX_CODE_LENGTH)
 
     def find_effects(self, link: HolderLink) -> Iterator[tuple[int, _Effect]]:
-        """Yield line number and effect of each statement that affects a name."""
-        # Look for the word in the text first, because walking the syntax tree of every statement
+        """Yield the line number and the effect of each statement that affects the link's name."""
+        # Search the text for the word first, because walking the syntax tree of every statement
         # would be slow.
         word = "register_" if HOOK_TABLE.match(link.name) else link.name
         for statement in self._statements:
@@ -199,7 +204,7 @@ class _ParsedFile:
 
 
 def _may_use_name(link: HolderLink, line: int) -> bool:
-    """Return whether a name is visible at a line. A local variable exists only in its function."""
+    """Return whether a line can use a name. A local variable exists only in its function."""
     if link.kind not in ("local", "default") or link.lines == (0, 0):
         return True
     first, last = link.lines
@@ -235,7 +240,7 @@ def _effect_of_binding(statement: ast.stmt, link: HolderLink) -> _Effect | None:
 
 
 def _adds_to(link: HolderLink, call: ast.Call) -> bool:
-    """Return whether a call adds to the object of a name, such as ``x[0].append(1)``."""
+    """Return whether a call, such as ``x[0].append(1)``, adds to the object of a link's name."""
     if isinstance(call.func, ast.Attribute):
         is_adding = _ADDING_METHOD.fullmatch(call.func.attr) is not None
         return is_adding and _is_part_of(link, call.func.value)

@@ -1,9 +1,9 @@
 """`LeakTracer`: on request, find out which objects in this process hold growing memory.
 
 The supervisor requests a trace, which spans a few steps. After each step, all objects are measured,
-and those that have not grown are dropped. For the remaining ones, the tracer follows references to
-find the name that holds them and the line that makes them grow. Tracing changes nothing in the
-script, including random state and gradients.
+and those that have not grown are dropped. For each remaining object, the tracer follows references
+to find the name that holds it and the line that makes it grow. Tracing does not change the state of
+the script, including its random state and gradients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LeakTracer:
             trace = _TraceInProgress(request)
         else:
             return
-        # Clear this first, so that an error ends the trace.
+        # Forget the trace before scanning, so that an error ends it.
         self._trace = None
         if self._scan(trace):
             self._trace = trace
@@ -83,13 +83,14 @@ class LeakTracer:
             with _script_code_disabled():
                 frames = _running_frames()
                 if is_last:
+                    # There is one step between two scans.
                     leaks = find_leaks(census, frames, steps=_SCANS - 1)
                 else:
                     census.scan(frames)
         except MemoryError as error:
             why = str(error) or "out of memory"
         finally:
-            # A frame that is kept would keep its locals alive.
+            # A reference to a frame would keep the frame's locals alive.
             frames.clear()
         trace.seconds += time.monotonic() - began_at
         nothing_grows = census.scans == _SCANS and not census.grown
@@ -111,7 +112,7 @@ class LeakTracer:
 
 @contextmanager
 def _script_code_disabled() -> Iterator[None]:
-    """Context manager that turns off garbage collection and the script's tensor subclasses."""
+    """Context manager that turns off garbage collection and the code of tensor subclasses."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +124,7 @@ def _script_code_disabled() -> Iterator[None]:
 
 
 def _running_frames() -> Frames:
-    """Return the frames of all threads, except those of holdfast."""
+    """Return the frames of all threads, except those that run holdfast's code."""
     frames = {}
     for top in sys._current_frames().values():
         for frame, _ in traceback.walk_stack(top):

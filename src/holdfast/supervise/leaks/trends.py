@@ -1,8 +1,8 @@
 """`MemoryTrends`: in the supervisor, test the trainers' memory for leaks and request traces.
 
 Every few seconds, the slope test in ``growth`` is applied to the recorded steps. When growth is
-certain, it is reported, and the trainer is asked for a trace (``tracer``). The objects that hold
-the memory are then reported too.
+certain, it is reported, and a trace is requested from the trainer (``tracer``), which then reports
+the objects that hold the memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from holdfast.supervise.leaks.growth import MemoryGrowth, MemoryReading, find_gr
 MemoryKind = Literal["host", "device"]
 # Maximum number of readings to keep, which is enough for the slope of a long run.
 _MAX_READINGS = 2_000
-# Only the newest steps count, because a leak may begin late in the run.
+# Only readings from this many newest steps are used, because a leak may begin late in the run.
 _MAX_STEPS = 32_768
-# Growth counts as certain if it is still there at this multiple of the step at which it was first
-# suspected. By then, most warm-ups have leveled off.
+# Growth is certain if it persists until this multiple of the step at which it was first suspected.
+# By then, most warm-ups have leveled off.
 _CERTAIN_AFTER = 1.25
 # In a run that has ended, less total growth than this is not worth reporting.
 _MIN_BYTES_AT_END = 64 << 20
@@ -68,12 +68,13 @@ class _ReadingHistory:
         while len(self.readings) > _MAX_READINGS:
             self.readings = self.readings[::2]
             self.interval *= 2
-        # Steps have become faster, so memory is read at fewer of the steps.
+        # If few readings are left, steps have become faster, so that memory is read at fewer of
+        # them. Keep more of the future readings.
         if len(self.readings) < _MAX_READINGS // 4:
             self.interval = max(1, self.interval // 2)
 
     def find_growth(self) -> MemoryGrowth | None:
-        """Return the growth of leaking memory in these readings, or None."""
+        """Return the growth of leaking memory in these readings, or None if there is no leak."""
         return find_growth(self.readings)
 
     def grew_early(self) -> bool:
@@ -95,9 +96,10 @@ class _Trainer:
     history: dict[MemoryKind, _ReadingHistory] = field(
         default_factory=lambda: {"host": _ReadingHistory(), "device": _ReadingHistory()}
     )
-    # Step at which growth of each kind of memory was first suspected.
+    # The step at which growth was first suspected, for each kind of memory.
     suspected_at: dict[MemoryKind, int] = field(default_factory=dict)
-    # Reported kinds of memory, each with the minutes left when it was reported, if known.
+    # The kinds of memory whose growth was reported, each with the minutes that were then left
+    # before exhaustion, if known.
     reported: dict[MemoryKind, float | None] = field(default_factory=dict)
     trace_requests: int = 0
 
@@ -130,21 +132,22 @@ class MemoryTrends:
         self._attempt = attempt
         self._clock = clock
         self._available_bytes = available_bytes
-        # The trainers by the name of their process folder.
+        # The trainers, keyed by the name of their process directory.
         self._trainers: dict[str, _Trainer] = {}
         self._announced: set[str] = set()
         self._pause_until = 0.0
-        # Whether the attempt has ended. Then nothing is printed, and no trace can be requested.
+        # Whether the attempt has ended. If so, nothing is printed, and no trace can be requested.
         self._is_over = False
 
     def update(self) -> None:
-        """Read the newly recorded samples, test them for growth, and report changes."""
+        """Read the newly recorded samples, test memory for growth, and report any change."""
         began_at = self._clock()
         if began_at < self._pause_until:
             return
         for folder, process in read_processes(self._run_path):
             if process.role == "trainer" and process.attempt == self._attempt:
-                # The files are still being created, or were written by a newer version of holdfast.
+                # Skip a trainer whose files are still being created, or were written by a newer
+                # version of holdfast.
                 with suppress(OSError, RunDirectoryError):
                     self._update_trainer(self._trainer_in(folder, process.pid))
         self._pause_until = began_at + _PAUSE_PER_UPDATE * (self._clock() - began_at)
@@ -187,7 +190,7 @@ class MemoryTrends:
                 self._on_growth(trainer, kind, growth)
 
     def _on_no_growth(self, trainer: _Trainer, kind: MemoryKind) -> None:
-        """Drop the suspicion of a leak, and retract the report if there was one."""
+        """Forget a suspected leak, and record that it is over if it has been reported."""
         trainer.suspected_at.pop(kind, None)
         if kind in trainer.reported:
             del trainer.reported[kind]
@@ -245,7 +248,7 @@ class MemoryTrends:
 
 
 def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[MemoryReading]:
-    """Return the readings of one kind of memory from samples."""
+    """Return the readings of one kind of memory that the samples contain."""
     readings = []
     for sample in samples:
         used_bytes = sample.host_bytes if kind == "host" else sample.device_allocated_bytes
@@ -258,7 +261,7 @@ def _readings_of(samples: Sequence[StepSample], kind: MemoryKind) -> list[Memory
 
 
 def _is_much_nearer(minutes_left: float | None, minutes_before: float | None) -> bool:
-    """Return whether the remaining time has shrunk enough to report it again."""
+    """Return whether so much less time is left that the prediction should be repeated."""
     if minutes_left is None:
         return False
     return minutes_before is None or minutes_left < _REPEAT_AT_SHARE * minutes_before
@@ -277,7 +280,7 @@ def _describe_leak(event: Event) -> str:
         return str(event.data.get(name) or "")[:_MAX_TEXT_LENGTH]
 
     text = f"the memory is held by {fact('held_by') or fact('what') or 'something'}"
-    # The location is followed by the function and the code of the line.
+    # In the fact, the location is followed by the name of the function and the code of the line.
     place, _, _ = fact("retained_at").partition(" in ")
     if place:
         text += f" at {place}"

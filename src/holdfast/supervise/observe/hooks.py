@@ -22,7 +22,7 @@ from holdfast.supervise.observe.observed_process import ObservedProcess
 from holdfast.supervise.observe.step_tracker import StepTracker
 
 Function = Callable[..., Any]
-# Functions that save a checkpoint in the training thread, by module. `torch.save` is handled
+# Functions that save a checkpoint in the training thread, keyed by module. `torch.save` is handled
 # separately.
 _SAVERS = {
     "holdfast.checkpoint.saver": ("snapshot", "write"),
@@ -32,7 +32,7 @@ _SAVERS = {
 
 
 def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
-    """Start tracking the training steps of this process."""
+    """Start tracking the training steps of this process, and return the tracker."""
     tracker = StepTracker(observer, torch, partial(_was_any_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, tracker)
     installers: dict[str, Callable[[Any], None]] = {
@@ -84,7 +84,10 @@ class _Hooks:
         return get_ident() == self._tracker.thread.identifier
 
     def _call_after(self, owner: Any, name: str, notice: Callable[..., None]) -> None:
-        """After every call of a function, call `notice` with its result and arguments."""
+        """Wrap a function so that `notice` is called with the result and arguments of each call.
+
+        While torch traces the function for compilation, `notice` is not called.
+        """
         is_compiling = self._tracker.is_compiling
 
         def make(original: Function) -> Function:
@@ -113,7 +116,7 @@ class _Hooks:
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:
                 thread = tracker.thread
-                # A nested call comes from activation checkpointing or from a hook.
+                # Do not report a nested call, which comes from activation checkpointing or a hook.
                 if is_compiling() or thread.in_backward:
                     return original(*args, **kwargs)
                 root = args[0] if args else kwargs.get("tensors")
@@ -134,7 +137,7 @@ class _Hooks:
 
     def install_in_clipping(self, module: Any) -> None:
         self._call_after(module, "clip_grad_norm_", self._tracker.norm_computed)
-        # Both names must refer to the same object; otherwise the function cannot be pickled.
+        # Both names must refer to the same object; otherwise, the function cannot be pickled.
         self._torch.nn.utils.clip_grad_norm_ = module.clip_grad_norm_
 
     def install_in_scaler(self, module: Any) -> None:

@@ -1,6 +1,6 @@
 """Recognize the command line of a launcher, a program such as torchrun that starts ranks.
 
-The module must import quickly, because every observed process uses it.
+This module must be quick to import, because every observed process uses it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MODULES = (
     "deepspeed.launcher",
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
-# How many words at the start of a command line are checked for a launcher, as in `uv run torchrun`
-# and `env A=1 torchrun`.
+# Number of leading words of a command line that are checked for a launcher, which may follow other
+# words, as in `uv run torchrun` and `env A=1 torchrun`.
 _MAX_PREFIX_WORDS = 4
-# Options of Python that take a value as the next word.
+# Python options whose value is the next word.
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-# Signals that mean something only to the ranks.
+# Signals that are meant only for the ranks.
 _RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -56,7 +56,7 @@ def _runs_launcher_in_python(words: Sequence[str]) -> bool:
 
 
 def _is_launching(program: str, words: Sequence[str]) -> bool:
-    """Return whether a program launches ranks; of `accelerate`, only ``launch`` does."""
+    """Return whether a program launches ranks; `accelerate` does so only with ``launch``."""
     return program != "accelerate" or "launch" in words
 
 

@@ -13,12 +13,13 @@ from typing import Any
 from holdfast.core.importing import ImportWatch
 from holdfast.recorder.scalars import with_recording
 
-# Values by name, and their step; None means the current step.
+# The logged values, keyed by name, and the step for which they are logged. None means the current
+# step.
 _Logged = tuple[dict[str, Any], Any]
 
 
 def read_trainer_log(trainer: Any, logs: Any, *_: Any, **__: Any) -> _Logged:
-    """Read a call of ``transformers.Trainer.log``, without the epoch that it always adds."""
+    """Read a call to ``transformers.Trainer.log``, ignoring the epoch that the trainer adds."""
     values = {name: value for name, value in logs.items() if name != "epoch"}
     return values, trainer.state.global_step
 
@@ -36,28 +37,31 @@ def read_lightning_log(connector: Any, metrics: Any, step: Any = None) -> _Logge
 
 
 def read_wandb_log(_run: Any, data: Any, step: Any = None, *_: Any, **__: Any) -> _Logged:
-    """Read a call of ``wandb.log`` or ``Run.log``."""
+    """Read a call to ``wandb.log`` or ``Run.log``."""
     return data, step
 
 
 def read_accelerate_log(
     _accelerator: Any, values: Any, step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Read a call of ``Accelerator.log``."""
+    """Read a call to ``Accelerator.log``."""
     return values, step
 
 
 def read_scalar(
     _writer: Any, tag: Any, scalar_value: Any, global_step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Read a call of ``SummaryWriter.add_scalar``, whose parameter names must be kept."""
+    """Read a call to ``SummaryWriter.add_scalar``.
+
+    The parameter names must be those of the original, because arguments may be keyword arguments.
+    """
     return {tag: scalar_value}, global_step
 
 
 def read_scalars(
     _writer: Any, main_tag: Any, tag_scalar_dict: Any, global_step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Read a call of ``SummaryWriter.add_scalars``, whose parameter names must be kept."""
+    """Read a call to ``SummaryWriter.add_scalars``; see `read_scalar` for the parameter names."""
     return {main_tag: tag_scalar_dict}, global_step
 
 
@@ -67,7 +71,7 @@ _SUMMARY_WRITER = {
 }
 _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
 _LIGHTNING = {"_LoggerConnector.log_metrics": read_lightning_log}
-# Logging methods of each module, each with the function that reads its arguments.
+# The logging methods to wrap in each module, with the functions that read their arguments.
 _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.utils.tensorboard.writer": _SUMMARY_WRITER,
     "tensorboardX.writer": _SUMMARY_WRITER,

@@ -47,13 +47,13 @@ _Owner = TypeVar("_Owner", bound=_HasObserver)
 
 
 def noted(method: Callable[[_Owner, *P], None]) -> Callable[[_Owner, *P], None]:
-    """Decorate a method so that its errors are noted instead of reaching the script."""
+    """Decorate a method so that its errors are passed to `note_error` and not to the script."""
 
     @wraps(method)
     def noting(owner: _Owner, *args: *P) -> None:
         try:
             method(owner, *args)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             owner.observer.note_error(error)
 
     return noting

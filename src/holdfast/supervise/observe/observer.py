@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.step_tracker import StepTracker
 
-# Environment variables that may hold each number, in order of precedence. torch reads the first
-# one. Slurm and Open MPI set the others, which matters if the first one is not set.
+# Environment variables that may contain each number, in order of precedence. torch reads the first
+# one. Slurm and Open MPI set the others, which are used if the first one is not set.
 _RANK_VARIABLES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
-# Reinforcement learning packages. In a script that imports one of them, a loss that does not fall
-# is not a fault.
+# Reinforcement learning packages. If a script imports one of them, a loss that does not decrease is
+# not considered a fault.
 _ENVIRONMENT_PACKAGES = (
     "gymnasium",
     "gym",
@@ -61,7 +61,7 @@ _ENVIRONMENT_PACKAGES = (
     "torchrl",
     "ray.rllib",
 )
-# Maximum number of our own errors that a process writes to the run directory.
+# Maximum number of holdfast's own errors that a process writes to the run directory.
 _MAX_NOTES = 20
 _MAX_DIGITS = 9
 _observer: ProcessObserver | None = None
@@ -112,7 +112,7 @@ class ProcessObserver:
     # --- the directory of this process ---
 
     def _reset(self) -> None:
-        """Forget all open files. Called at the start and in a forked process."""
+        """Forget all open files. Called at startup and in a forked process."""
         # `board` is a cached property, so its next use opens a new board.
         vars(self).pop("board", None)
         self._has_exited = False
@@ -168,7 +168,7 @@ class ProcessObserver:
         write_process(self._run_path, self._info._replace(**facts))
 
     def _open_if_forked(self) -> None:
-        """Make sure that a forked process has a directory; it may not have used its board yet."""
+        """Make sure that a forked process has a directory, which is created with its board."""
         _ = self.board
 
     def _own_folder(self) -> Path:
@@ -214,7 +214,7 @@ class ProcessObserver:
                     data=data.facts(),
                 )
                 self._events.event(event)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
     def log(self, values: CheckedScalars, step: int | None = None) -> None:
@@ -230,7 +230,7 @@ class ProcessObserver:
             if role != self._role:
                 self._role = role
                 self._write_description()
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
@@ -238,7 +238,7 @@ class ProcessObserver:
         self._note_count += 1
         if self._note_count > _MAX_NOTES:
             return
-        # The error may be that the run directory cannot be written.
+        # Writing may fail too, because the error may be that the run directory is not writable.
         with suppress(Exception):
             import traceback
 
@@ -249,7 +249,7 @@ class ProcessObserver:
                 file.write(text.encode("utf-8", "replace"))
 
     def _on_exit(self, how: str, status: int | None, exit_text: str) -> None:
-        """Record that the process is exiting. May be called several times; see `ProcessEnd`."""
+        """Record how the process is exiting. May be called several times; see `ProcessEnd`."""
         try:
             # A forked process that has never used its board has nothing to record.
             if "board" not in vars(self):
@@ -263,7 +263,7 @@ class ProcessObserver:
 
                 self.emit(process_events.Exiting(how=how, status=status, said=exit_text or None))
             self._has_exited = True
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
     def _on_guard(self, path: Path) -> None:
@@ -297,12 +297,12 @@ class ProcessObserver:
             self._process_end.after_fork()
             if self._steps is not None:
                 self._steps.reset_after_fork()
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.note_error(error)
 
 
 def _read_number(*names: str) -> int | None:
-    """Return the first number that one of these environment variables holds, or None."""
+    """Return the first number found in these environment variables, or None if there is none."""
     for name in names:
         text = os.environ.get(name, "")
         if text.isdecimal() and len(text) <= _MAX_DIGITS:
@@ -311,7 +311,10 @@ def _read_number(*names: str) -> int | None:
 
 
 def _ranks_of_torch() -> dict[str, int]:
-    """Return rank and world size from ``torch.distributed``; some scripts set no variables."""
+    """Return the rank and world size from ``torch.distributed``, if it is initialized.
+
+    Some scripts pass these numbers to it without setting environment variables.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None:
         return {}

@@ -14,8 +14,8 @@ _MAX_STEPS = 2**53
 def steps_before_this(optimizer: Any, read: Callable[[Any], Any]) -> int:
     """Return how many steps an optimizer had completed before the current one.
 
-    Adam and others keep this count in their state, so it survives a resume. Returns 0 without
-    such a count.
+    Adam and some other optimizers keep this count in their state, so it survives a resume. The
+    result is 0 for an optimizer without such a count.
 
     Args:
         optimizer: The optimizer that has just stepped.
@@ -26,13 +26,17 @@ def steps_before_this(optimizer: Any, read: Callable[[Any], Any]) -> int:
     count = state.get("step") if isinstance(state, dict) else None
     if getattr(count, "is_cpu", False):
         count = read(count)
+    # The count already includes the current step.
     if isinstance(count, (int, float)) and 1 < count < _MAX_STEPS:
         return int(count) - 1
     return 0
 
 
 def settings_of(optimizer: Any, name: str) -> dict[str, Any]:
-    """Return the settings of an optimizer's parameter groups, by names such as ``"SGD 1.0.lr"``."""
+    """Return the settings of an optimizer's parameter groups.
+
+    The keys consist of `name`, the index of the group and the setting, such as ``"SGD 1.0.lr"``.
+    """
     settings = {}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -51,7 +55,7 @@ def only_creates_state(optimizer: Any, reader: ValueReader, *, is_before_trainin
     Args:
         optimizer: The optimizer that has just stepped.
         reader: Reads values from tensors.
-        is_before_training: Whether there has been no backward and no step yet.
+        is_before_training: Whether there has been no backward call and no step yet.
     """
     groups = optimizer.param_groups
     if all(_is_zero(group.get("lr"), reader) for group in groups):

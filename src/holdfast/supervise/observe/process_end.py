@@ -1,8 +1,8 @@
 """Record how a process exits: uncaught exceptions, ``sys.exit`` and interpreter exit.
 
-Hooks that the script has installed are still called. A hook that the script installs later replaces
-ours; the exception is then read from ``sys.last_exc`` (before Python 3.12, ``sys.last_value``) when
-the interpreter exits.
+Hooks that the script has already installed are still called. A hook that the script installs later
+replaces holdfast's; the exception is then read from ``sys.last_exc`` (before Python 3.12,
+``sys.last_value``) when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast.core.raised import describe_exception, printable
 if TYPE_CHECKING:
     from holdfast.core.events.data import EventData
 
-# Priority that makes our finalizer run before multiprocessing's own finalizers, which wait for
-# queues and child processes.
+# Priority that makes holdfast's finalizer run before multiprocessing's own finalizers, which wait
+# for queues and child processes.
 _FIRST_FINALIZER = 1_000_000
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - in the spelling used by frames
 _MAIN_THREAD = "MainThread"
@@ -36,9 +36,9 @@ class ProcessEnd:
     Args:
         emit: Records an event. Never raises.
         on_exit: Called whenever a hook notices that the process is exiting, possibly several times.
-            Its arguments are the way (``"returned"``, ``"exception"`` or ``"sys.exit"``), the exit
-            status if known, and the text passed to `sys.exit`.
-        watch: Calls back when a module has been imported.
+            Its arguments are how the process exits (``"returned"``, ``"exception"`` or
+            ``"sys.exit"``), the exit status if known, and the text passed to `sys.exit`.
+        watch: Calls a function when a module has been imported.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ProcessEnd:
         self._reset()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
-            # A child process does not run the finalizers of its parent, so add our own.
+            # A child process does not run its parent's finalizers, so add a new one.
             self._add_finalizer(util)
 
     # --- exceptions ---
@@ -99,8 +99,8 @@ class ProcessEnd:
             previous(args)
 
         threading.excepthook = excepthook
-        # Callbacks registered here run before Python waits for threads, which may take forever. The
-        # function is private, so it may be missing.
+        # Callbacks registered with this function run before Python waits for threads, which may
+        # take forever. The function is private, so it may be missing.
         register_atexit = getattr(threading, "_register_atexit", None)
         if register_atexit is not None:
             register_atexit(self._leave)
@@ -120,7 +120,7 @@ class ProcessEnd:
     ) -> None:
         # Suppress all errors, because the script's own hook must still be called.
         with suppress(Exception):
-            # Importing this at the top would slow down the start of every process.
+            # A module-level import would slow down the startup of every process.
             from holdfast.core.events.process_events import ExceptionRaised
 
             facts = describe_exception(error, traceback, without=_OWN_FOLDER)
@@ -129,11 +129,14 @@ class ProcessEnd:
     # --- exits ---
 
     def _wrap_exit(self) -> None:
-        """Note calls of `sys.exit` in the main thread; elsewhere it ends only the thread."""
+        """Wrap `sys.exit` to store its argument, but only for calls in the main thread.
+
+        In any other thread, `sys.exit` ends only that thread.
+        """
         original = sys.exit
 
         @wraps(original)
-        def exit(status: Any = None, /) -> Any:  # noqa: A001 - the function is called that
+        def exit(status: Any = None, /) -> Any:  # noqa: A001 - the wrapped function has this name
             if _thread.get_ident() == self._main_thread:
                 self._note_exit(status)
             original(status)
@@ -149,7 +152,7 @@ class ProcessEnd:
     def _leave(self) -> None:
         """Report that the process is exiting. Python may still wait for threads afterward."""
         last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # If the script's own hook has replaced ours, this exception is not recorded yet.
+        # If a hook of the script has replaced holdfast's, this exception is not recorded yet.
         if isinstance(last_error, BaseException):
             self._record_fatal(last_error, last_error.__traceback__, _MAIN_THREAD)
         self._on_exit(self._how, self._status, self._exit_text)
@@ -166,7 +169,8 @@ class ProcessEnd:
         Up to Python 3.12, finalizers run while the exception that ends the child is being handled,
         so `sys.exc_info` returns it.
         """
-        # If the parent forked while handling an exception, `sys.exc_info` returns that one.
+        # If the parent forked while it was handling an exception, `sys.exc_info` returns that
+        # exception, which does not end the child.
         inherited_error = sys.exc_info()[1]
 
         def leave() -> None:
@@ -181,9 +185,10 @@ class ProcessEnd:
         util.Finalize(None, leave, exitpriority=_FIRST_FINALIZER)
 
     def _hook_into_traceback(self, traceback: Any) -> None:
-        """Since Python 3.13, record the exception that ends a child process when it is printed.
+        """Record the exception that ends a child process when its traceback is printed.
 
-        In these versions, the exception is no longer being handled when the finalizers run.
+        This is needed since Python 3.13, in which the exception is no longer being handled when the
+        finalizers run.
         """
         previous = traceback.print_exc
 

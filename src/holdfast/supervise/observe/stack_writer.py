@@ -1,7 +1,7 @@
 """Let ``faulthandler`` write the stacks of all threads on a signal and on a fatal error.
 
-If the script installs its own handler for `STACKS_SIGNAL`, it replaces ours. The observer then
-records that the signal must no longer be sent.
+If the script installs its own handler for `STACKS_SIGNAL`, that handler replaces holdfast's. The
+observer then records that the signal must no longer be sent.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StackWriter:
         # Keep the original functions, because `watch` replaces them for the script.
         self._enable = faulthandler.enable
         self._register = faulthandler.register
-        # If the user has already enabled faulthandler, leave the stacks of a fatal error to the
-        # user's file.
+        # If the user has already enabled faulthandler, do not redirect the stacks of a fatal error
+        # from the user's file to holdfast's.
         self._writes_at_death = not faulthandler.is_enabled()
         is_free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
         # The signal that triggers writing the stacks; None if the script handles that signal.
@@ -53,7 +53,10 @@ class StackWriter:
             self._register(self.signal, file=file, all_threads=True)
 
     def watch(self) -> None:
-        """Start watching whether the script itself handles the signal or enables faulthandler."""
+        """Start watching for calls by which the script handles the signal or enables faulthandler.
+
+        The functions that the script would call are wrapped.
+        """
         signal.signal = self._wrap(signal.signal, self._on_handler)
         faulthandler.register = self._wrap(faulthandler.register, self._on_handler)
         faulthandler.enable = self._wrap(faulthandler.enable, self._on_enable)
@@ -61,7 +64,7 @@ class StackWriter:
     def _wrap(
         self, original: Callable[..., Any], notice: Callable[[Any], None]
     ) -> Callable[..., Any]:
-        """Wrap a function so that `notice` is called after it, with the signal number or None."""
+        """Wrap a function so that `notice` is called after it, with the signal number, if any."""
 
         @wraps(original)
         def wrapped(*args: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""`StepTracker`: recognize training steps in the script's calls of torch.
+"""`StepTracker`: recognize training steps in the script's calls to torch.
 
-A step ends when an optimizer has stepped. Several optimizers that step after the same backward call
-make one step together. Without an optimizer, every backward call counts as a step. If a guard owns
+A step ends when an optimizer has stepped. If several optimizers step after the same backward call,
+they count as one step. Without an optimizer, every backward call counts as a step. If a guard owns
 the optimizer, steps have the guard's numbers; otherwise numbering continues from the step count in
 the optimizer's state, if there is one. Only one thread is tracked: the main thread at first, then
 the thread that calls backward. Other threads may load, save and evaluate at the same time.
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # this many backward calls, each further call counts as a step. Gradient accumulation over more
 # micro-batches is rare.
 _MAX_BACKWARDS_WITHOUT_STEP = 256
-# Loss and gradient norm are read at each of the first steps, and after that once per pause. A NaN
-# that matters will still be there at the next reading.
+# The loss and the gradient norm are read at each of the first steps, and then only once per
+# interval. A NaN that matters will still be there at the next reading.
 _STEPS_ALL_READ = 1000
 _READ_PAUSE_NANOSECONDS = 2_000_000
 # The board stores the number of steps in 32 bits.
@@ -92,7 +92,7 @@ class StepTracker:
 
     @noted
     def finish(self) -> None:
-        """Complete the samples whose values have arrived, without waiting for others."""
+        """Complete the samples whose values have arrived, without waiting for the other values."""
         self._writer.complete()
 
     def _reset(self, thread: int) -> None:
@@ -113,8 +113,8 @@ class StepTracker:
         self._last_optimizer_id = 0
         # `id` of every optimizer that has ended a step.
         self._optimizer_ids: set[int] = set()
-        # As long as no optimizer has stepped, further backward calls count as steps after this
-        # many. None before the first backward call.
+        # As long as no optimizer has stepped, every backward call after this many counts as a step.
+        # None before the first backward call.
         self._max_backwards_without_step: int | None = None
         # None until the supervisor has requested a leak trace.
         self._leak_tracer: Any = None
@@ -128,7 +128,7 @@ class StepTracker:
             step = self._step
             step.wait_began_at = now
             step.began_at = step.began_at or now
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def wait_ends(self, phase: ProcessPhase | None) -> None:
@@ -141,7 +141,7 @@ class StepTracker:
             now = self.observer.board.enter(phase or self.phases.training)
             step = self._step
             step.waited += now - step.wait_began_at
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     @noted
@@ -169,7 +169,8 @@ class StepTracker:
         """
         try:
             self.thread.identifier = get_ident()
-            # The gradients now change, so a norm no longer belongs to the newest sample.
+            # The gradients now change, so a norm that is computed from now on does not belong to
+            # the newest sample.
             self._writer.newest_sample = 0
             board = self.observer.board
             step = self._step
@@ -182,7 +183,7 @@ class StepTracker:
                 if step.loss is not None:
                     self._keep_earlier_loss(step.loss)
                 step.loss = self._read(root)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def _take_unscaled_loss(self, root: Any) -> Any:
@@ -196,7 +197,7 @@ class StepTracker:
         return loss if scaled() is root else None
 
     def _keep_earlier_loss(self, loss: float | PendingValue) -> None:
-        """Add the loss of an earlier backward call in the same step to the step's loss."""
+        """Keep the loss of an earlier backward call in this step, to add it to the step's loss."""
         step = self._step
         if not isinstance(loss, PendingValue):
             step.earlier_loss += loss
@@ -218,7 +219,7 @@ class StepTracker:
                 )
             no_optimizer_steps = self._last_optimizer_id == 0
             if no_optimizer_steps and board.micro_step > self._max_backwards_without_step:
-                # No optimizer steps, so every backward call counts as a step.
+                # No optimizer has stepped, so every backward call counts as a step.
                 self._end_step(board, None)
             elif self._in_optimizer and board.steps_made > 0:
                 # The closure of an optimizer called backward, and the optimizer's step continues.
@@ -226,7 +227,7 @@ class StepTracker:
             else:
                 # Entering the same phase again counts as progress.
                 board.enter(board.phase)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def norm_computed(self, norm: Any, *_: Any) -> None:
@@ -243,7 +244,7 @@ class StepTracker:
             if isinstance(step.norm, PendingValue):
                 self._values.release(step.norm)
             step.norm = value
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     # --- optimizer ---
@@ -259,7 +260,7 @@ class StepTracker:
             self._phase_before_optimizer = board.phase
             if board.steps_made > 0:
                 board.enter(_OPTIMIZER)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -279,16 +280,16 @@ class StepTracker:
             if isinstance(rate, (int, float)):
                 step.learning_rate = rate
             self._end_step(board, optimizer)
-        except Exception as error:  # noqa: BLE001 - our own errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
     def _skips_step_without_backward(self, board: ProgressBoard, optimizer: Any) -> bool:
         """Return whether an optimizer step without a backward call is not a step of its own.
 
-        This applies to two kinds of optimizer steps: those that only create the optimizer's state,
-        and those of another optimizer after the same backward call. For them, this method also
-        restores the phase. All others count, because the script computed the gradients without
-        backward.
+        This is true of two kinds of optimizer steps: those that only create the optimizer's state,
+        and those of another optimizer after the same backward call. For these, this method also
+        restores the phase. All others count as steps, because the script has computed the gradients
+        without calling backward.
         """
         is_before_training = board.steps_made == 0 and board.micro_step == 0
         if only_creates_state(optimizer, self._values, is_before_training=is_before_training):
@@ -334,13 +335,17 @@ class StepTracker:
         step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
         if step.reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
-        # The supervisor requests a leak trace because of these memory readings, so it is enough to
-        # check for a request after each reading.
+        # The supervisor bases its requests for leak traces on these memory readings, so it is
+        # enough to check for a request after each reading.
         if ended.memory is not NOT_READ or self._leak_tracer is not None:
             self._trace_if_requested(board)
 
     def _correct_number(self, board: ProgressBoard, optimizer: Any) -> None:
-        """Take the number of the step that has just ended from its guard or resumed optimizer."""
+        """Correct the number of the step that has just ended.
+
+        The number comes from the optimizer's guard or, if the optimizer was resumed, from its
+        state.
+        """
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
         is_new = id(optimizer) not in self._optimizer_ids

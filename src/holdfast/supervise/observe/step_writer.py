@@ -1,7 +1,7 @@
 """`StepWriter`: record every completed step as a sample in the ring buffer.
 
 On a GPU, the loss and the gradient norm of a step reach the host a few steps later. They are then
-added to the step's sample; nothing waits for them.
+added to the step's sample, so training never waits for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Value: TypeAlias = float | PendingValue | None
 class Step:
     """Measurements of one step. Times are in nanoseconds, on the monotonic clock.
 
-    The class has no `__init__`, because calling one would cost time at every step.
+    The class has no `__init__`, because calling it would cost time at every step.
     """
 
     # Start time of the step; 0 if unknown.
@@ -38,16 +38,16 @@ class Step:
     reads_values = True
     # Loss of the last backward call.
     loss: _Value = None
-    # Losses of earlier backward calls: the sum of those that are known, and the values that are
-    # still being copied.
+    # Losses of earlier backward calls in the same step: the sum of those that are known, and those
+    # that are still being copied.
     earlier_loss = 0.0
     earlier_parts: tuple[PendingValue, ...] = ()
     # Gradient norm.
     norm: _Value = None
 
-    # These are set when the step ends: its number as the script counts, the number of backward
-    # calls, the duration in seconds, the learning rate of the first parameter group, and the memory
-    # use.
+    # These fields are set when the step ends: the step number in the script's own count, the number
+    # of backward calls, the duration in seconds, the learning rate of the first parameter group,
+    # and the memory use.
     number = 0
     micro_steps = 0
     seconds = math.nan
@@ -61,9 +61,10 @@ class _LateValue:
 
     Args:
         sample: Number of the sample.
-        kind: The field of the sample to which the value belongs.
+        kind: The field of the sample to update. A "part of a loss" is added to the loss that
+            follows it.
         value: The value.
-        addend: Number to add to the value.
+        addend: Number to add to the value: the sum of the parts of the loss that are known.
     """
 
     sample: int
@@ -88,15 +89,15 @@ class StepWriter:
         self._cannot_record = False
         # Values that are still being copied, in the order of their steps.
         self.late_values: deque[_LateValue] = deque()
-        # A loss may be a sum over backward calls. This is the sum of the parts that have arrived
-        # for the next loss to complete.
+        # The loss of a step may be a sum over backward calls. This is the sum of the parts that
+        # have arrived for the next loss to be completed.
         self._sum_of_parts = 0.0
         # Number of the newest sample while the gradients of its step still exist: a norm that is
         # computed now belongs to that step. Otherwise 0.
         self.newest_sample = 0
-        # Number of each optimizer in the ring buffer, by the optimizer's `id`.
+        # Number of each optimizer in the ring buffer, keyed by the optimizer's `id`.
         self._optimizer_numbers: dict[int, int] = {}
-        # Settings of the training run, as recorded.
+        # Settings of the training run, which are recorded each time an optimizer is registered.
         self._settings: dict[str, Any] = {}
 
     def record(self, step: Step, optimizer: Any) -> None:
@@ -139,14 +140,14 @@ class StepWriter:
             self.complete()
 
     def amend_norm(self, norm: _Value) -> None:
-        """Add the gradient norm to the newest sample, although its step has already ended."""
+        """Add a gradient norm to the newest sample, whose step has already ended."""
         if isinstance(norm, PendingValue):
             self.late_values.append(_LateValue(self.newest_sample, "grad_norm", norm))
         elif self._samples is not None:
             self._samples.amend(self.newest_sample, grad_norm=norm)
 
     def complete(self) -> None:
-        """Write values that have arrived to their samples, without waiting for the others."""
+        """Write the values that have arrived to their samples, without waiting for the others."""
         while self._samples is not None and self.late_values:
             late = self.late_values[0]
             if not late.value.has_arrived():
@@ -163,7 +164,7 @@ class StepWriter:
             self._reader.release(late.value)
 
     def _complete_loss_later(self, sample: int, step: Step) -> None:
-        """Write the loss into its step record once all of its parts have reached the host.
+        """Write the loss to the step's sample once all of its parts have reached the host.
 
         If the loss of the last backward call could not be read, its earlier parts are dropped.
         """
@@ -181,7 +182,7 @@ class StepWriter:
     def _register_optimizer(self, optimizer: Any, samples: SampleRing) -> int:
         """Return a new number for an optimizer that has not stepped before, or 0 for None.
 
-        The optimizer's name and settings are recorded, unless a guard records them.
+        The optimizer's settings are recorded too, unless it belongs to a guard, which records them.
         """
         if optimizer is None:
             return 0
@@ -205,7 +206,7 @@ class StepWriter:
             self._settings.setdefault("batch_size", batch_size)
 
     def _open_samples(self) -> SampleRing | None:
-        """Open the ring buffer; return None on a full disk, on which steps are only counted."""
+        """Open the ring buffer; if this fails, return None, and steps are only counted."""
         if self._cannot_record:
             return None
         try:

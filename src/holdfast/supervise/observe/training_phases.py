@@ -1,7 +1,7 @@
 """`TrainingPhases`: show saving, evaluation and compilation on the progress board.
 
-They can interrupt any phase of training. After saving and compilation, the board returns to the
-phase that was interrupted.
+These activities can interrupt any phase of training. After saving and compilation, the board
+returns to the phase that was interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 
 
 class TrainingPhases:
-    """Updates the phase on the board when training is interrupted."""
+    """Updates the phase on the progress board when training is interrupted."""
 
     def __init__(self, observer: ObservedProcess) -> None:
         self.observer = observer
@@ -23,18 +23,21 @@ class TrainingPhases:
 
     @noted
     def interruption_begins(self, phase: ProcessPhase) -> None:
-        """Show `phase`, because an interruption such as a save begins."""
+        """Show `phase` on the board, because an interruption such as a save begins."""
         self._before_interruption = self.observer.board.phase
         self.observer.board.enter(phase)
 
     @noted
     def interruption_ends(self) -> None:
-        """Return to the phase that was interrupted. Also called after an exception."""
+        """Show the phase that was interrupted again. Also called after an exception."""
         self.observer.board.enter(self._before_interruption)
 
     @noted
     def evaluation_begins(self) -> None:
-        """Called when a module is switched to eval mode. An evaluation may give no other sign."""
+        """Called when a module is switched to eval mode, often the only sign of an evaluation.
+
+        The board shows the evaluation only if training was in progress.
+        """
         board = self.observer.board
         trains = board.phase in (ProcessPhase.FORWARD_BACKWARD, ProcessPhase.END_OF_EPOCH)
         if board.steps_made > 0 and trains:

@@ -2,8 +2,8 @@
 
 A number on the host is read directly from its memory address, which neither autograd nor any torch
 mode of the script notices. A number on a GPU is copied to pinned memory in the script's stream. It
-is read at a later step, when it has arrived; nothing waits for it. This module never initializes
-CUDA.
+is read at a later step, once it has arrived, so training never waits for it. This module never
+initializes CUDA.
 
 The torch module is passed in as an argument, never imported.
 """
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 # Maximum number of pending copies per dtype. With one or two copies per step, a GPU never lags
 # behind this far.
 _SLOTS = 16
-# Reading /proc costs a system call, and reading the allocator's statistics costs 0.1 ms per device.
-# With these pauses, both cost far less than 1 % of the time.
+# Minimum time between readings. Reading /proc costs a system call, and reading the allocator's
+# statistics costs 0.1 ms per device. At these intervals, both take far less than 1 % of the time.
 _HOST_PAUSE_NANOSECONDS = 20_000_000
 _DEVICE_PAUSE_NANOSECONDS = 250_000_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -84,25 +84,24 @@ class ValueReader:
             torch.float16: _Float16,
             torch.bfloat16: _BFloat16,
         }
-        # Hides our calls from the script's torch-function modes.
+        # Hides the reader's calls from the script's torch-function modes.
         self._disable_torch_function: Any = torch._C.DisableTorchFunction
         self._is_torch_function_mode_enabled: Callable[[], bool] = (
             torch._C._is_torch_function_mode_enabled
         )
         self._dispatch_mode_count: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        # Free slots in pinned memory with their CUDA events, by dtype.
+        # Free slots in pinned memory with their CUDA events, keyed by dtype.
         self._free_slots: dict[Any, list[tuple[Any, Any]]] = {}
         # Slots of the parent process; see `reset_after_fork`.
         self._abandoned: list[Any] = []
 
     def reset_after_fork(self, pending: list[Any]) -> None:
-        """Start over in a forked process, which must not use its parent's CUDA context.
+        """Discard all slots in a forked process, which must not use its parent's CUDA context.
 
-        Such a process must not even free objects that belong to CUDA, so references to them are
-        kept.
+        A forked process must not even free CUDA objects, so references to them are kept.
 
         Args:
-            pending: Objects that hold values that the parent was copying.
+            pending: Objects that refer to the values that the parent was copying.
         """
         self._abandoned += [self._free_slots, *pending]
         self._free_slots = {}
@@ -140,7 +139,7 @@ class ValueReader:
         return None
 
     def _may_copy(self) -> bool:
-        """Return whether no torch dispatch mode and no CUDA graph capture would notice a copy."""
+        """Return whether a copy affects neither a torch dispatch mode nor a CUDA graph capture."""
         if self._dispatch_mode_count():
             return False
         return not self._torch.cuda.is_current_stream_capturing()
@@ -174,9 +173,10 @@ class ValueReader:
             free_slots.append((pending.slot, pending.event))
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
-        """Return whether all elements of these tensors on this rank are 0.
+        """Return whether these tensors contain only zeros on this rank.
 
-        On a GPU, this synchronizes once per tensor, up to the first tensor that is not 0.
+        On a GPU, this synchronizes once per tensor, up to the first tensor with a nonzero element.
+        If a tensor cannot be read, the result is False.
         """
         with self._disable_torch_function():
             try:
@@ -260,11 +260,12 @@ class MemoryReader:
     def _read_resident_bytes(self) -> int:
         if self._statm_descriptor is None:
             self._statm_descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        # The second word is the number of resident pages; see proc_pid_statm(5).
         words = os.pread(self._statm_descriptor, _MAX_STATM_BYTES, 0).split()
         return int(words[1]) * _PAGE_BYTES
 
     def _read_devices(self, resident: int, now: int) -> MemoryUse:
-        """Return the memory use of the process, with the totals over all devices."""
+        """Return the memory use of the process, with device memory summed over all devices."""
         device_count = self._cuda.device_count()
         self._next_device_read = now + device_count * _DEVICE_PAUSE_NANOSECONDS
         allocated = 0

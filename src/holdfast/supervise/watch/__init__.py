@@ -2,14 +2,15 @@
 
 Read in this order:
 
-1. ``threads``: the two threads that watch an attempt, and how their errors are handled.
+1. ``threads``: the two threads that watch an attempt, and the handling of their errors.
 2. ``watchdog``: detects a lack of progress, examines the processes and proposes a remedy.
-3. ``processes``: which processes are watched, and how long each has gone without progress.
-4. ``limits``: how long each phase of training may go without progress.
+3. ``processes``: chooses the processes to watch, and measures how long each has gone without
+   progress.
+4. ``limits``: determines how long each phase of training may go without progress.
 5. ``stacks``, ``py_spy``, ``faulthandler_dumps``, ``process_evidence``: the evidence that is
    collected from a process that makes no progress.
 6. ``inspection``: inspects a process that was started without holdfast (``holdfast attach``).
 
-Nothing here signals or kills a process; ``launch.attempt`` does. ``supervise.leaks`` analyzes
-growing memory.
+This package never ends or continues a process of the command; ``launch.attempt`` does.
+``supervise.leaks`` analyzes growing memory.
 """

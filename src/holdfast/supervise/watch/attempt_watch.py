@@ -13,15 +13,15 @@ from holdfast.supervise.watch.limits import HangLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptWatch:
-    """An attempt to watch, with callbacks for reports. The callbacks are thread-safe.
+    """The attempt that the threads watch, and the thread-safe callbacks by which they report.
 
     Args:
         run_path: The run directory.
         attempt: Number of the attempt; processes of other attempts are ignored.
-        limits: How long phases may go without progress.
+        limits: Determines how long each phase may go without progress.
         emit: Records an event.
-        on_hang: Called with every hang, even if the remedy is only to wait.
-        say: Prints a message.
+        on_hang: Called with every hang, even if the proposed remedy is only to wait.
+        say: Prints a message for the user.
     """
 
     run_path: Path

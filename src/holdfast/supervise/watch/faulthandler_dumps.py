@@ -1,4 +1,4 @@
-"""Ask an observed process for its stacks, which ``faulthandler`` writes on a signal."""
+"""Request the stacks of an observed process, which ``faulthandler`` writes on a signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 
 def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
-    """Make an observed process write its stacks to its file, and return the new stacks.
+    """Signal an observed process to append its stacks to a file, and return these stacks.
 
     Args:
         pid: PID of the observed process.
@@ -77,7 +77,7 @@ class _DumpedThread:
 
 
 def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
-    """Parse the threads in a faulthandler dump; the last one is the main thread."""
+    """Return the threads in a faulthandler dump, in which the main thread comes last."""
     threads: list[_DumpedThread] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)

@@ -1,7 +1,8 @@
 """Inspect a training process that was started without holdfast, and diagnose a hang.
 
-The inspection never changes the process. Such a process has no progress board, so its progress is
-inferred from its stacks and from the activity of its threads between two observations.
+The inspection never changes the process. A process started without holdfast has no progress board,
+so its progress is inferred from its stacks and from the activity of its threads between two
+observations.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ IMPORT_FILE = "<frozen importlib"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Result of inspecting a process and its descendants.
+    """The result of inspecting a process and its descendants.
 
     Args:
         processes: The Python processes that still existed at the second observation.
@@ -67,9 +68,9 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
     """Observe a process and its descendants twice, and compare the two observations.
 
     Args:
-        pid: The process.
+        pid: PID of the process.
         seconds: Time between the two observations.
-        folder: An empty directory, in which the stacks are written.
+        folder: An empty directory to which the stacks are written.
 
     Raises:
         PolicyError: H741 if the process cannot be inspected or ends during the inspection.
@@ -112,8 +113,8 @@ def _is_moving(
 ) -> bool:
     """Return whether training makes progress.
 
-    A training loop that mostly waits may show the same stack both times, so the activity of its
-    threads and its loader workers counts too.
+    A training loop that mostly waits may show the same stack in both observations, so the activity
+    of its threads and its loader workers also counts as progress.
     """
     training_threads = {process.pid for process in judged}
     training_threads |= {
@@ -150,12 +151,13 @@ def _is_importing(frames: Sequence[Frame]) -> bool:
 
 
 def find_subjects(pid: int, seconds: float) -> list[Subject]:
-    """Return the process and those of its descendants that run Python.
+    """Return the processes to inspect: a process and its descendants, if they run Python.
 
-    Processes whose progress counts are marked as judged.
+    `Examined.judged` is set for the processes whose progress decides whether training makes
+    progress.
 
     Args:
-        pid: The process.
+        pid: PID of the process.
         seconds: Time between the two observations, which is also reported as the time without
             progress.
 
@@ -228,10 +230,10 @@ def _check_py_spy() -> None:
 
 
 def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[int]:
-    """Return the processes whose progress counts: the ranks, or without ranks the users of torch.
+    """Return the PIDs of the judged processes: the ranks or, without ranks, the users of torch.
 
-    If a process counts, its descendants do not. A launcher has no rank and does not use torch, so
-    it does not count.
+    The children of a judged process are not judged. Neither is a launcher, because it has no rank
+    and does not use torch. If no process uses torch, the first process is judged.
     """
     all_ranks = {pid: _read_rank(pid) for pid in pids}
     ranks = {pid: rank for pid, rank in all_ranks.items() if rank is not None}
@@ -244,7 +246,7 @@ def _choose_judged(pids: Sequence[int], table: dict[int, ProcessStat]) -> list[i
 
 
 def _read_rank(pid: int) -> int | None:
-    """Return the rank in the environment of a process, or None."""
+    """Return the value of ``RANK`` in the environment of a process, or None if it is not set."""
     match = re.search(rb"(?:^|\0)RANK=(\d{1,9})\0", _read_proc(pid, "environ"))
     return int(match[1]) if match else None
 
@@ -261,7 +263,7 @@ def _read_proc(pid: int, name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ThreadActivity:
-    """Activity of a thread since its start: bytes read and written, number of waits, CPU time."""
+    """A thread's activity since its start: bytes read and written, number of waits, CPU time."""
 
     io_bytes: int
     waits: int

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.recorder.progress import ProcessPhase
 
-# Minimum limit of each phase, in seconds. 30 s are enough for the phases of a step, because steps
-# repeat and a longer limit is soon learned. A phase that occurs once or rarely gets a long minimum,
-# because nothing can be learned in time: reading a data set into memory, compiling a large model,
-# computing a metric over a test set or writing a checkpoint to a network disk takes minutes.
+# Minimum limit of each phase, in seconds. 30 s is enough for the phases of a step, because steps
+# repeat and a longer limit is soon learned. A phase that occurs only once or rarely gets a long
+# minimum, because its duration cannot be learned in time: loading a dataset into memory, compiling
+# a large model, computing a metric on a test set or writing a checkpoint to a network disk takes
+# minutes.
 # (NVIDIA's resiliency extension allows 60 minutes before the first step and 45 minutes after it.)
 FLOORS: Mapping[ProcessPhase, float] = {
     ProcessPhase.STARTING: 900.0,
@@ -30,13 +31,15 @@ FLOORS: Mapping[ProcessPhase, float] = {
     ProcessPhase.END_OF_EPOCH: 600.0,
     ProcessPhase.ENDING: 300.0,
 }
-# The same factor as for loader workers. Among a million steps with heavy-tailed durations, no step
-# took this many times as long as the longest step before it.
+# Learned limit as a multiple of the longest recent duration; the same factor as for loader workers.
+# Among a million steps with heavy-tailed durations, no step took this many times as long as the
+# longest step before it.
 _SLACK_FACTOR = 8.0
 # These phases occur only once, so there is no duration to learn from.
 _PHASES_SEEN_ONCE = frozenset({ProcessPhase.STARTING, ProcessPhase.FIRST_STEP, ProcessPhase.ENDING})
 # Names of settings other than phases; see `HangLimits.parse`.
 _OTHER_SETTINGS = ("all", "moving")
+# Minimum length of a time window, in seconds and in durations; see `LearnedLimits`.
 _WINDOW_SECONDS = 3600.0
 _WINDOW_COUNT = 256
 
@@ -56,8 +59,8 @@ class HangLimits:
     """The user's time limits and the minimum limits, which apply to all processes.
 
     Args:
-        fixed: Limits in seconds set by the user, by phase. They replace learned limits. `math.inf`
-            means no limit.
+        fixed: Limits set by the user, in seconds, keyed by phase. They replace learned limits.
+            `math.inf` means no limit.
         moving_seconds: How long a process without progress is left running while it uses CPU time
             or transfers data. Killing a run that still computes is worse than waiting for an hour.
     """
@@ -75,8 +78,8 @@ class HangLimits:
                 sets `moving_seconds`.
 
         Raises:
-            PolicyError: H726 without ``=``, H727 for an unknown phase, H728 if the limit is not a
-                positive number.
+            PolicyError: H726 if a setting contains no ``=``, H727 for an unknown phase, H728 if the
+                limit is not a positive number.
         """
         limits = dict(map(_parse_setting, settings))
         moving_seconds = limits.pop("moving", cls().moving_seconds)
@@ -98,7 +101,7 @@ class HangLimits:
 
 
 def _parse_setting(setting: str) -> tuple[str, float]:
-    """Return name and seconds of a setting such as ``"data_wait=120s"``."""
+    """Return the name and the seconds of a setting such as ``"data_wait=120s"``."""
     left, equals, right = setting.partition("=")
     if not equals:
         raise PolicyError(
@@ -131,7 +134,7 @@ def _parse_setting(setting: str) -> tuple[str, float]:
 
 
 def _parse_seconds(text: str) -> float:
-    """Parse a number of seconds. Returns infinity for ``off`` and NaN for invalid text."""
+    """Parse a number of seconds; ``off`` becomes infinity, and invalid text becomes NaN."""
     if text.lower() in ("off", "none"):
         return math.inf
     try:
@@ -142,7 +145,7 @@ def _parse_seconds(text: str) -> float:
 
 @dataclass(slots=True)
 class _LongestDuration:
-    """The longest duration of a phase, over the current and the previous time window."""
+    """The longest duration of a phase in the current and the previous time window."""
 
     window_began: float
     count: int = 0
@@ -167,9 +170,10 @@ class _LongestDuration:
 class LearnedLimits:
     """The time limits of one process, learned from its own training.
 
-    A time window lasts at least an hour and until the phase has ended 256 times. A rare phase is
-    therefore never forgotten. For a phase that occurs in every step, a duration is forgotten after
-    one to two hours.
+    The limit of a phase depends on its longest duration in the current and the previous time
+    window. A window lasts at least an hour and contains at least 256 durations, so the durations of
+    a rare phase are kept for a long time. Those of a phase that occurs in every step are forgotten
+    after one to two hours.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -182,7 +186,7 @@ class LearnedLimits:
         Args:
             phase: The phase.
             seconds: The duration.
-            now: The time on any monotonic clock, in seconds.
+            now: The current time in seconds, on any monotonic clock.
         """
         self._longest.setdefault(phase, _LongestDuration(now)).add(seconds, now)
 

@@ -1,10 +1,10 @@
 """Read the kernel's view of a process: CPU time, transferred bytes, and what each thread waits for.
 
-Only files that never block are read, even if the process is stuck. The memory map is an exception,
-so it is read only if no thread is in an uninterruptible wait. Information that cannot be read is
-omitted.
+The evidence comes from files in ``/proc``. Reading most of them never blocks, even if the process
+is stuck. Reading the memory map may block, so it is read only if no thread is in an uninterruptible
+wait. Information that cannot be read is omitted.
 
-``py_spy`` and ``faulthandler_dumps`` read Python frames.
+``py_spy`` and ``faulthandler_dumps`` read the Python frames.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ARM = """
 
 
 def _parse_system_calls(table: str) -> dict[int, str]:
-    """Parse a text of alternating names and numbers into names of system calls by number."""
+    """Parse alternating names and numbers, and return the names of system calls by number."""
     words = table.split()
     return {int(number): name for name, number in zip(words[::2], words[1::2], strict=True)}
 
@@ -85,7 +85,7 @@ class ThreadWait:
 
     Args:
         waits: The system call or kernel function in which the thread waits; empty if unknown.
-        target: The file, pipe or socket that the thread waits for, if any.
+        target: The file, pipe or socket that the thread waits for; empty if there is none.
     """
 
     waits: Waits = ""
@@ -94,13 +94,13 @@ class ThreadWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelView:
-    """State of one process, as the kernel reports it.
+    """The state of one process, as the kernel reports it.
 
     Args:
         state: The state letter in ``/proc/<pid>/stat``; empty if the process is gone.
         cpu_seconds: CPU time used by all threads.
         io_bytes: Bytes read and written through any system call; 0 if unknown.
-        waits: What each thread waits for, by thread ID.
+        waits: What each thread waits for, keyed by thread ID.
     """
 
     state: str
@@ -111,7 +111,7 @@ class KernelView:
 
 @dataclass(frozen=True, slots=True)
 class _CodeRange:
-    """An address range to which the code of a file is mapped; `end` is exclusive."""
+    """An address range into which a file's code is mapped; `end` is exclusive."""
 
     start: int
     end: int
@@ -119,7 +119,7 @@ class _CodeRange:
 
 
 def read_kernel_view(pid: int) -> KernelView:
-    """Return the kernel's view of a process. If it is gone, state and threads are empty."""
+    """Return the kernel's view of a process; `state` is empty if the process is gone."""
     process = read_process(pid)
     if process is None:
         return KernelView(state="", cpu_seconds=0.0, io_bytes=0, waits={})
@@ -140,7 +140,7 @@ def read_kernel_view(pid: int) -> KernelView:
 
 
 def _list_threads(pid: int) -> list[int]:
-    """Return the thread IDs of a process, the main thread first."""
+    """Return the thread IDs of a process, beginning with the main thread."""
     threads: list[int] = []
     with suppress(OSError):
         threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
@@ -152,7 +152,7 @@ def read_io_bytes(folder: Path) -> int:
     """Return the number of bytes that a process or thread has read and written; 0 if unknown.
 
     Args:
-        folder: Directory of the process or thread in ``/proc``.
+        folder: The directory of the process or thread in ``/proc``.
     """
     counters = read_fields(folder / "io")
     return counters.get("rchar", 0) + counters.get("wchar", 0)
@@ -162,8 +162,8 @@ def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]
     """Return what a thread waits for, including the file, pipe or socket."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _read_text(f"{folder}/wchan").strip()
-    # The file holds the number of the system call, six arguments, the stack pointer and the program
-    # counter, or just "running".
+    # The file contains the number of the system call, its six arguments, the stack pointer and the
+    # program counter, or only the word "running".
     call = _read_text(f"{folder}/syscall").split()
     name = ""
     target = ""
@@ -194,7 +194,7 @@ def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:
 
 
 def _read_code_ranges(pid: int) -> list[_CodeRange]:
-    """Return the address ranges of a process that hold code."""
+    """Return the address ranges of a process into which code is mapped."""
     code_ranges = []
     for line in _read_text(f"/proc/{pid}/maps").splitlines():
         words = line.split(maxsplit=5)
@@ -224,7 +224,7 @@ def is_python(pid: int) -> bool:
 
 def _read_text(path: str) -> str:
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - of many threads, and this is faster
+        with open(path, "rb") as file:  # noqa: PTH123 - called for many threads, and this is faster
             return file.read(_MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""

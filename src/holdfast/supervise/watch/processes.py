@@ -1,7 +1,7 @@
 """The processes that a watchdog watches, and how long each has gone without progress.
 
-Each process creates a folder in the run directory when it starts. Of the helper processes that
-ended well, only the newest folders are kept, because a long run has thousands of helpers.
+Each process creates a directory in the run directory when it starts. A long run may have thousands
+of helper processes, so only the newest directories of helpers that ended well are kept.
 
 ``watchdog`` decides whether a lack of progress is a hang.
 """
@@ -30,11 +30,11 @@ from holdfast.recorder.run_files import (
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
-# Interval at which folders and process states are read. Boards are read at every update.
+# Interval at which the directories and process states are read. Boards are read at every update.
 _REFRESH_SECONDS = 0.5
-# How many folders of helper processes that ended well are kept.
+# Maximum number of directories to keep for helper processes that ended well.
 _MAX_ENDED_FOLDERS = 64
-# Files that every process has, and that say nothing about a failure.
+# Files that every process creates, and whose presence therefore does not indicate a failure.
 _USUAL_FILES = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
 # Kinds of events that a process records even if it ends well.
 _HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
@@ -49,9 +49,9 @@ class WatchedProcess:
     """One observed process. All times are in seconds, on the clock of the progress boards.
 
     Args:
-        folder: Folder of the process in the run directory.
-        info: Description of the process from that folder.
-        limits: Time limits for phases without progress.
+        folder: The directory of the process in the run directory.
+        info: The description of the process in that directory.
+        limits: Determines how long each phase may go without progress.
     """
 
     def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
@@ -60,16 +60,17 @@ class WatchedProcess:
         self.is_alive = True
         # When `refresh` first found the process stopped by a signal; None if it is running.
         self.stopped_since: float | None = None
-        # Contents of the board at the last reading.
+        # Contents of the board when it last showed progress.
         self.standing = _UNKNOWN
         self._learned_limits = LearnedLimits(limits)
         # When the board was last read.
         self._seen_at = 0.0
-        # Time without progress is counted only from here on, because the process could not run
-        # before.
+        # Time without progress is counted from this time at the earliest, because the process could
+        # not run before it.
         self._counted_from = 0.0
         # Seconds without progress after which the process is examined again.
         self._next_examination_age = 0.0
+        # Modification time of the process description that was last read.
         self._info_written_ns = 0
 
     @property
@@ -85,9 +86,10 @@ class WatchedProcess:
     # --- reading ---
 
     def read_progress(self, now: float) -> None:
-        """Read the board; if a phase has ended since the last update, learn from its duration."""
+        """Read the board; if it shows progress, learn from the duration of the previous phase."""
         standing = None
-        # A board of a newer version of holdfast cannot be read, so the process is not judged.
+        # A board written by a newer version of holdfast cannot be read, so the process cannot
+        # exceed a limit.
         with suppress(RunDirectoryError):
             standing = read_board(self.folder / BOARD_FILE)
         if standing is None:
@@ -103,8 +105,8 @@ class WatchedProcess:
         before = self.standing
         if before is _UNKNOWN:
             return
-        # If several phases have ended since, it is unknown when the first of them ended. It lasted
-        # at least until the last update.
+        # If progress has increased by more than 1, several phases have ended since the last update,
+        # and it is unknown when the first of them ended. It lasted at least until that update.
         ended_at = self._seen_at
         if newer.progress == before.progress + 1:
             ended_at = newer.since_seconds
@@ -112,7 +114,7 @@ class WatchedProcess:
         self._learned_limits.add_duration(before.phase, max(0.0, ended_at - began_at), now)
 
     def refresh(self, now: float) -> None:
-        """Update whether the process is alive, whether it is stopped, and its description."""
+        """Update the description of the process, and whether it is alive or stopped."""
         process = read_process(self.pid)
         self.is_alive = (
             process is not None and process.ticks == self.info.ticks and process.state not in "ZX"
@@ -138,7 +140,7 @@ class WatchedProcess:
     # --- time without progress ---
 
     def count_from(self, now: float) -> None:
-        """Restart the count of time without progress, because the process could not run before."""
+        """Count time without progress only from `now`, because the process could not run before."""
         self._counted_from = now
         self._next_examination_age = 0.0
 
@@ -153,7 +155,7 @@ class WatchedProcess:
         return self._learned_limits.limit(self.standing.phase)
 
     def is_moving(self, now: float) -> bool:
-        """Return whether the process has made progress within its limit, as far as is known."""
+        """Return whether the process is known to have made progress within its limit."""
         return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
     def seconds_until_examination(self, now: float) -> float:
@@ -171,13 +173,16 @@ class WatchedProcess:
     # --- relations to other processes ---
 
     def is_in_same_group(self, other: WatchedProcess) -> bool:
-        """Return whether both are ranks of one distributed run, and so wait for each other."""
+        """Return whether both processes are ranks of one run, and so may wait for each other."""
         if self.info.rank is None or other.info.rank is None:
             return False
         return self.info.world_size != 1
 
     def is_disposable(self) -> bool:
-        """Return whether the folder can be deleted: the process is a helper that ended well."""
+        """Return whether the directory of this process can be deleted.
+
+        That is the case if the process is a helper that ended well and left no unusual files.
+        """
         info = self.info
         is_plain_helper = info.role == "other" and info.rank is None and info.torch is None
         if info.role != "loader worker" and not is_plain_helper:
@@ -188,7 +193,8 @@ class WatchedProcess:
 
     def _ended_well(self) -> bool:
         board = read_board(self.folder / BOARD_FILE)
-        # A process in any other phase was killed or exited without interpreter shutdown.
+        # A process that ended in any other phase was killed, or exited without shutting down the
+        # interpreter.
         if board is None or board.phase is not ProcessPhase.ENDING:
             return False
         return all(
@@ -204,19 +210,23 @@ class WatchedProcess:
 
 
 class WatchedProcesses:
-    """All observed processes of an attempt. The *judged* ones are those whose progress counts."""
+    """All observed processes of an attempt.
+
+    The *judged* processes are those whose lack of progress means that training hangs.
+    """
 
     def __init__(self, run_path: Path, attempt: int, limits: HangLimits) -> None:
         self._folder = run_path / PROCESSES_FOLDER
         self._attempt = attempt
         self._limits = limits
         self.alive: list[WatchedProcess] = []
-        # Those processes in `alive` whose progress counts.
+        # The processes in `alive` that are judged.
         self.judged: list[WatchedProcess] = []
-        # Names of all folders that were already read, including those of earlier attempts.
+        # Names of all directories that were already read, including those of earlier attempts.
         self._known_names: set[str] = set()
         self._disposable_folders: list[Path] = []
-        # PID of the parent and rank of every rank that has ever been judged; see `gone_ranks`.
+        # The parent's PID and the rank number of every rank that has ever been judged; see
+        # `gone_ranks`.
         self._seen_ranks: set[tuple[int, int]] = set()
         self._refreshed_at = float("-inf")
 
@@ -244,16 +254,19 @@ class WatchedProcesses:
                 self._seen_ranks.add((process.info.ppid, process.info.rank))
 
     def _remove_old_folders(self) -> None:
-        """Delete all but the newest folders of helper processes that ended well."""
+        """Delete all but the newest directories of helper processes that ended well."""
         for folder in self._disposable_folders[:-_MAX_ENDED_FOLDERS]:
             self._disposable_folders.remove(folder)
             with suppress(OSError):
-                # This refuses a symbolic link that leads out of the run directory.
+                # `make_folder` refuses a symbolic link that leads out of the run directory.
                 make_folder(self._folder.parent, self._folder.name)
                 remove(folder)
 
     def _find_new_processes(self) -> Iterator[WatchedProcess]:
-        """Yield the processes of this attempt whose folders are new."""
+        """Yield the processes of this attempt whose directories have appeared since the last call.
+
+        A process that has not yet written its description is found by a later call.
+        """
         names: list[str] = []
         with suppress(OSError):
             names = os.listdir(self._folder)  # noqa: PTH208 - faster
@@ -271,8 +284,8 @@ class WatchedProcesses:
     def _choose_judged(self) -> list[WatchedProcess]:
         """Return the processes whose progress is judged.
 
-        These are the trainers and ranks, because any other process may be waiting for them. If
-        there are none yet, it is the process that started first.
+        These are the trainers and ranks, because any other process may be waiting for them. As long
+        as there are none, only the process that started first is judged.
         """
         candidates = [
             process for process in self.alive if process.info.role in ("trainer", "other")
@@ -290,7 +303,7 @@ class WatchedProcesses:
         return sorted(topmost, key=lambda process: process.info.started)[:1]
 
     def gone_ranks(self, process: WatchedProcess) -> list[int]:
-        """Return the ranks in the group of a process that no longer exist."""
+        """Return the numbers of the ranks in a process's group that no longer exist."""
         if process.info.rank is None:
             return []
         alive = {other.info.rank for other in self.alive}

@@ -16,18 +16,18 @@ from typing import Any
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import ThreadLook, clean
 
-# Time limit. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
+# Time limit for Python stacks. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
 _DUMP_SECONDS = 3.0
 # Time limit for native stacks, for which py-spy also reads the symbols of every library.
 _NATIVE_SECONDS = 10.0
 # How long to wait after killing py-spy, which may hang together with the process that it reads.
 _KILL_SECONDS = 1.0
-# One sample is not enough, because it catches a loop that spends half its time in C there as often
-# as not.
+# One sample is not enough: if a Python loop spends half its time in C functions, half of the
+# samples find it there.
 _NATIVE_SAMPLES = 3
 MAX_FRAMES = 256
-# These libraries are ignored, because all Python code calls them (to allocate, to copy, to read a
-# clock).
+# These libraries are ignored, because all Python code calls them, for example to allocate or copy
+# memory or to read a clock.
 _C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
 _INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
 
@@ -44,9 +44,9 @@ class NativeFunction:
 
     Args:
         name: Name of the function, or of its library if the function's name is unknown.
-        home: What identifies the function when samples are compared. Usually this is the library,
+        home: Identifies the function when samples are compared. Usually this is the library,
             because not all functions have names, and because py-spy often finds only the innermost
-            function of MKL. For functions of the interpreter itself, it is the name.
+            function of MKL. For functions of the interpreter itself, it is the function's name.
     """
 
     name: str
@@ -54,7 +54,11 @@ class NativeFunction:
 
 
 class PySpy:
-    """Runs py-spy on other processes. `program` is its path; empty if it is not installed."""
+    """Runs py-spy on other processes.
+
+    Args:
+        program: Path of py-spy; empty if it is not installed.
+    """
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -75,9 +79,9 @@ class PySpy:
     ) -> tuple[str, ...] | None:
         """Return the native functions in which the main thread stays, innermost first.
 
-        A Python loop also calls C functions for short moments, so a function counts only if its
-        library appears in several consecutive samples. The result is empty if the innermost Python
-        line has changed, because the thread is then making progress.
+        A Python loop also calls C functions briefly, so a function is returned only if its library
+        appears in several consecutive samples. The result is empty if the innermost Python line has
+        changed, because the thread is then making progress.
 
         Args:
             pid: PID of the process.
@@ -117,7 +121,7 @@ class PySpy:
         """Run ``py-spy dump`` and return the threads, or None if it fails or takes too long."""
         command = [self._program, "dump", "--json", *options, "--pid", str(pid)]
         try:
-            child = subprocess.Popen(  # noqa: S603 - our own program and a number
+            child = subprocess.Popen(  # noqa: S603 - a known program and a number
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError:
@@ -171,7 +175,7 @@ def _parse_thread(thread: Mapping[str, Any]) -> ThreadLook:
 
 
 def _native_functions(thread: Mapping[str, Any], python_line: int) -> list[NativeFunction]:
-    """Return the native functions that the innermost Python frame calls.
+    """Return the native functions that the innermost Python frame has called, innermost first.
 
     The result is empty if that frame is not at `python_line`. Functions of the C library and of the
     kernel are ignored.

@@ -2,8 +2,8 @@
 
 Three sources are tried for each process. The first is py-spy, which reads the process from outside.
 If py-spy is missing or not permitted, as in a container without ptrace, an observed process writes
-its own stacks on a signal. Otherwise only the kernel's view of the process remains. All of this has
-time limits, because a process in an uninterruptible wait must not block the supervisor.
+its own stacks on a signal. If that fails too, only the kernel's view of the process remains. Each
+source has a time limit, because a process in an uninterruptible wait must not block the supervisor.
 
 ``explain.hangs`` interprets the stacks.
 """
@@ -37,14 +37,15 @@ from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
 # same frames) from a slow one.
 _APART_SECONDS = 1.0
 _PARALLEL_SAMPLES = 8
-# Number of further samples of a process that computes. They are needed because a loop that spends
-# most of its time in a helper function shows that function in many consecutive samples.
+# Number of additional samples of a process that is computing, and their maximum number as long as
+# the functions on the stack do not change. A loop that spends most of its time in a helper function
+# shows that function in many consecutive samples.
 _MORE_SAMPLES = 3
 _MORE_SAMPLES_IF_SAME = 24
-# Range of the random time between these samples. With a fixed time, a loop of equal iterations
-# could be caught at the same line in every sample.
+# Range of the random time between these samples, in seconds. At a fixed interval, every sample
+# could find a regular loop at the same line.
 _MORE_APART_SECONDS = (0.01, 0.05)
-# Does not use the random state of any script. Reproducibility does not matter here.
+# Leaves Python's global random state unchanged. Reproducibility does not matter here.
 _RANDOM = random.SystemRandom()
 # A process counts as computing if it uses at least this share of one CPU core.
 _BUSY_CPU_SHARE = 0.3
@@ -56,7 +57,7 @@ class Subject:
 
     Args:
         about: Known facts about the process.
-        folder: Folder in which the process writes its stacks on `STACKS_SIGNAL`; None if it does
+        folder: Directory to which the process writes its stacks on `STACKS_SIGNAL`; None if it does
             not handle the signal.
         runs_python: Whether the process is known to run Python.
     """
@@ -72,8 +73,8 @@ class StackDump:
 
     Args:
         processes: The processes that still existed at the second sample, with their samples.
-        files: Names of the files that hold the stacks, by PID.
-        seconds: How long sampling took.
+        files: Names of the files that contain the stacks, keyed by PID.
+        seconds: How long the sampling took.
     """
 
     processes: tuple[Examined, ...]
@@ -100,7 +101,7 @@ class StackSampler:
         self._folder = run_path / STACKS_FOLDER
         self._pause = pause
         self._py_spy = PySpy(find_py_spy() if py_spy is None else py_spy)
-        # Number of the newest dump. Numbering continues from earlier attempts.
+        # Number of the newest dump. The numbering continues that of earlier attempts.
         prefixes = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]
         numbers = [int(prefix) for prefix in prefixes if prefix.isdigit()]
         self._number = max(numbers, default=0)
@@ -108,7 +109,7 @@ class StackSampler:
     def take(self, subjects: Sequence[Subject]) -> StackDump:
         """Sample the stacks of processes twice, about a second apart, and write them to files.
 
-        An error in sampling a process is not raised.
+        If a process cannot be sampled, no error is raised.
         """
         began_at = time.monotonic()
         self._number += 1
@@ -126,7 +127,7 @@ class StackSampler:
         )
 
     def delete(self, dump: StackDump) -> None:
-        """Delete the files of a dump that is not needed."""
+        """Delete the files of a dump that is no longer needed."""
         for names in dump.files.values():
             for name in names:
                 with suppress(OSError):
@@ -143,11 +144,13 @@ class StackSampler:
     ) -> list[Subject]:
         """Sample each process once, write the samples to files, and return the remaining processes.
 
+        A process that has ended is not returned.
+
         Args:
             pool: Threads that take the samples.
             subjects: The processes to sample.
             letter: Letter in the file names that distinguishes the first sample from the second.
-            files: File names by PID, to which the new names are added.
+            files: File names keyed by PID, to which the new names are added.
         """
         remaining = []
         for subject, sample in zip(subjects, pool.map(self._sample, subjects), strict=True):
@@ -189,7 +192,10 @@ class StackSampler:
     def _read_threads(
         self, subject: Subject, view: KernelView
     ) -> tuple[str, tuple[ThreadLook, ...]]:
-        """Return the source of the stacks, and the Python threads of a process."""
+        """Return the Python threads of a process, preceded by the name of the source.
+
+        The source ``"/proc"`` means that the stacks could not be read.
+        """
         pid = subject.about.pid
         # A process in an uninterruptible wait does not respond to anything.
         if view.state == "D" or not (subject.runs_python or is_python(pid)):
@@ -205,7 +211,7 @@ class StackSampler:
         return "/proc", ()
 
     def _sample_further(self, subject: Subject) -> Examined:
-        """Take a few more samples of a process that computes, including its native stack.
+        """Take a few more samples of a process that is computing, including its native stack.
 
         The native stack is sampled only if the Python stack does not change.
         """
@@ -214,8 +220,8 @@ class StackSampler:
         if not is_computing:
             return about
         for number in range(_MORE_SAMPLES_IF_SAME):
-            # Compare functions rather than lines, because the innermost one may be a helper of a
-            # loop.
+            # Compare functions rather than lines, because the innermost function may be a helper
+            # that a loop calls.
             if number >= _MORE_SAMPLES and not stays_in_same_functions(about):
                 break
             # Further samples without stacks are useless.
@@ -237,7 +243,7 @@ def _pause_randomly() -> None:
 
 
 def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
-    """Combine the Python threads with the kernel's view of them; the main thread comes first.
+    """Add what each Python thread waits for, and return the threads, the main thread first.
 
     Threads without Python frames are omitted, except for the main thread.
     """
@@ -269,7 +275,7 @@ def stays_in_same_functions(about: Examined) -> bool:
 
 
 def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
-    """Return whether `key` of the main thread's frames was the same in every sample."""
+    """Return whether `key` maps the main thread's frames to the same values in every sample."""
     stacks = {tuple(key(frame) for frame in sample.main.frames) for sample in about.looks}
     return bool(about.last.main.frames) and len(stacks) == 1
 
@@ -278,7 +284,7 @@ def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
 
 
 def describe(about: Examined) -> str:
-    """Return the newest sample of a process as text, with the innermost frames first."""
+    """Return the newest sample of a process as text, with the innermost frame first."""
     lines = [_describe_process(about)]
     if about.phase:
         lines.append(

@@ -1,7 +1,7 @@
 """The supervisor's two threads that watch a running attempt: the watchdog and the memory trend.
 
-An error in one of them is recorded and ends only that thread. The threads never act on the command;
-``launch.attempt`` does.
+An error in one of the threads is recorded and ends only that thread. The threads report what they
+find, and ``launch.attempt`` acts on it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import contextmanager, suppress
 from holdfast.core.events.process_events import WatchingFailed
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
 
-# Start watching after this time, so that a short command does not pay for the imports.
+# Delay before watching starts, so that a short command is not slowed down by the imports.
 _FIRST_SECONDS = 1.0
-# Interval for testing the memory trend. The trend is measured over minutes, and reading the samples
-# of a run takes a few milliseconds.
+# Interval between tests of the memory trend. The trend is measured over minutes, and reading a
+# run's samples takes a few milliseconds.
 _TREND_SECONDS = 10.0
-# At the end, wait this long for a thread that may be sampling stacks. The threads are daemons, so
-# they cannot delay the exit of the interpreter.
+# How long to wait at the end for a thread, which may be sampling stacks. The threads are daemons,
+# so they cannot delay the exit of the interpreter.
 _JOIN_SECONDS = 5.0
 _MAX_MESSAGE_LENGTH = 300
 
 
 @contextmanager
 def watching(watch: AttemptWatch) -> Iterator[None]:
-    """Context manager that watches an attempt in two background threads."""
+    """Context manager that detects hangs and leaks of an attempt in two background threads."""
     stop = threading.Event()
     threads = [
         _start_thread("watchdog", watch_for_hangs, watch, stop),

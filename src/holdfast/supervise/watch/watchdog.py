@@ -1,9 +1,9 @@
-"""Detect that training makes no progress, find out where it is stuck, and propose a remedy.
+"""Detect when training makes no progress, find out where it is stuck, and propose a remedy.
 
 The watchdog works from outside the training processes, without torch. It polls their progress
-boards, because a process that exists does not necessarily make progress. If a phase exceeds its
-limit without progress, the watchdog samples the stacks twice, a second apart. If there is still no
-progress, it reports a hang.
+boards, the files in which they show their phase and count their progress, because a process may be
+alive without making progress. If a phase exceeds its limit without progress, the watchdog samples
+the stacks twice, a second apart. If there is still no progress, it reports a hang.
 
 ``launch.attempt`` acts on a hang, and ``explain.hangs`` interprets the stacks.
 """
@@ -35,16 +35,16 @@ from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.processes import WatchedProcess, WatchedProcesses
 from holdfast.supervise.watch.stacks import StackDump, StackSampler, Subject
 
-# Polling interval close to a limit. A hang should be detected within 0.2 s after the limit is
-# exceeded.
+# Polling interval close to a limit. A hang should be detected within 0.2 s of exceeding the limit.
 _POLL_SECONDS = 0.05
 # Polling interval far from any limit.
 _REST_SECONDS = 0.5
 # If the watchdog itself has not run for this long, the machine or the container was suspended, and
 # so was training.
 _SUSPENDED_SECONDS = 5.0
-# Leave a stuck worker to holdfast's own loader for this long. The loader replaces a worker after a
-# minute, or after 8 times the longest time that a sample has taken so far.
+# How long to wait for holdfast's own loader to replace a stuck worker before proposing a restart.
+# The loader replaces a worker after a minute, or after 8 times the longest time that a sample has
+# taken so far.
 _WORKER_RECOVERY_SECONDS = 180.0
 _MAX_EXAMINED = 64
 # The watchdog gives up after this many consecutive errors.
@@ -56,7 +56,7 @@ _MAX_MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Examination:
-    """The examination of a process that has exceeded its limit."""
+    """A process that has exceeded its limit, with the stacks that were then sampled."""
 
     suspect: WatchedProcess
     suspicion: HangSuspected
@@ -75,8 +75,8 @@ class Watchdog:
     """Watches the processes of one attempt for hangs, in its own thread.
 
     Args:
-        watch: The attempt to watch, with callbacks for reports.
-        clock: Returns monotonic seconds, like the clock of the progress boards.
+        watch: The watched attempt, and the callbacks for reports.
+        clock: Returns monotonic seconds, as the clock of the progress boards does.
         stacks: Samples stacks. By default, they are written to the run directory.
     """
 
@@ -96,17 +96,17 @@ class Watchdog:
         self._stacks = stacks
         self._processes = WatchedProcesses(watch.run_path, watch.attempt, watch.limits)
         self._last_check_at: float | None = None
-        # Kind and innermost frame of each hang for which a message was printed.
+        # The kind and the innermost frame of each hang for which a message was printed.
         self._announced: set[tuple[str, str]] = set()
         # PIDs of stopped processes to which SIGCONT was sent. This is tried only once per process.
         self._continued: set[int] = set()
-        # Time since which a process has been stopped by a signal, by PID.
+        # When each process that is currently stopped by a signal was found stopped, keyed by PID.
         self._stopped: dict[int, float] = {}
 
     # --- the loop ---
 
     def run(self, stop: threading.Event) -> None:
-        """Watch until `stop` is set. This is the main function of the thread."""
+        """Check the processes until `stop` is set, or until too many consecutive checks fail."""
         self._stop = stop
         errors_in_a_row = 0
         while not stop.wait(self._pause_seconds()):
@@ -133,7 +133,10 @@ class Watchdog:
             self._watch.say(text[:_MAX_MESSAGE_LENGTH])
 
     def _pause_seconds(self) -> float:
-        """Return how long to sleep before the next process can exceed its limit, within bounds."""
+        """Return how long to sleep before the next check.
+
+        The pause ends when a process may exceed its limit, but has a minimum and a maximum length.
+        """
         now = self._clock()
         pause = _REST_SECONDS
         for process in self._processes.judged:
@@ -160,16 +163,20 @@ class Watchdog:
             try:
                 self._examine(process, now)
             finally:
-                # An examination takes a while; this must not look as if the machine was suspended.
+                # An examination takes seconds, which must not be mistaken for a suspension of the
+                # machine.
                 self._last_check_at = self._clock()
-            # The other processes may have changed in the meantime, so start a new check.
+            # The other processes may have changed in the meantime, so leave them to the next check.
             return
         self._last_check_at = now
 
     # --- suspended, stopped and waiting processes ---
 
     def _ignore_suspension(self, now: float) -> None:
-        """Ignore time during which the machine was suspended, for example with a closed lid."""
+        """If the machine was suspended, do not count that time as time without progress.
+
+        A long gap between two checks shows that it was suspended, for example by closing the lid.
+        """
         if self._last_check_at is None or now - self._last_check_at <= _SUSPENDED_SECONDS:
             return
         seconds = round(now - self._last_check_at, 1)
@@ -178,7 +185,7 @@ class Watchdog:
             process.count_from(now)
 
     def _report_stopped_processes(self, now: float) -> None:
-        """Report judged processes that were stopped by a signal, and those that have continued."""
+        """Report judged processes that a signal has stopped, and those that have continued."""
         judged = {process.pid: process for process in self._processes.judged}
         for process in judged.values():
             if process.stopped_since is None or process.pid in self._stopped:
@@ -191,7 +198,7 @@ class Watchdog:
         for pid, stopped_at in list(self._stopped.items()):
             current = judged.get(pid)
             if current is None:
-                # The process has ended, or its progress no longer counts.
+                # The process has ended or is no longer judged.
                 del self._stopped[pid]
             elif current.stopped_since is None:
                 del self._stopped[pid]
@@ -230,9 +237,9 @@ class Watchdog:
         return False
 
     def _waits_for_others(self, process: WatchedProcess, now: float) -> bool:
-        """Return whether another rank is within its limit, so this rank may be waiting for it.
+        """Return whether another rank is within its limit, so that this rank may wait for it.
 
-        A stopped rank is always within its limit, but it makes no progress, so it does not count.
+        A stopped rank is always within its limit but makes no progress, so it is ignored.
         """
         return any(
             other.is_moving(now) and other.stopped_since is None
@@ -243,7 +250,10 @@ class Watchdog:
     # --- a hang ---
 
     def _examine(self, suspect: WatchedProcess, now: float) -> None:
-        """Sample the stacks of a process without progress, and report the result."""
+        """Sample the stacks of a process that has exceeded its limit, and report whether it hangs.
+
+        The stacks of the other trainers and of all descendants are sampled too.
+        """
         suspicion = process_events.HangSuspected(
             pid=suspect.pid,
             rank=suspect.info.rank,
@@ -253,7 +263,7 @@ class Watchdog:
             limit=round(suspect.limit(), 3),
         )
         self._emit(suspicion)
-        # The result applies to the whole group. Examine the group again when the time without
+        # The result applies to all ranks in the group. Examine them again when the time without
         # progress has doubled.
         for process in self._group_of(suspect):
             process.postpone_examination(until_age=2.0 * process.age(now))
@@ -285,8 +295,8 @@ class Watchdog:
             suspect.pid,
             gone_ranks=self._processes.gone_ranks(suspect),
         )
-        # The processes may be ranks although no rank number is known. A rank that waits for a slow
-        # rank is not stuck.
+        # The processes may be ranks even if their rank numbers are unknown. A rank that waits for a
+        # slow rank is not stuck.
         if diagnosis.kind == "collective" and self._any_other_moves(suspect):
             self._dismiss(examination, "it is waiting for other processes, which make progress")
             return
@@ -322,7 +332,8 @@ class Watchdog:
     def _announce_left_alone(self, hang: Hang, *, is_starting: bool) -> None:
         """Print a message about a process that is left running although it makes no progress.
 
-        The message is printed once for each kind and place of a hang.
+        The message is printed only once for each kind of hang and innermost frame. While a process
+        is starting, it is left running without a time limit.
         """
         place = (hang.hang_kind, hang.frame)
         if place in self._announced:
@@ -347,7 +358,7 @@ class Watchdog:
         """Return the event that reports a hang and proposes a remedy."""
         blamed = diagnosis.process
         dump = examination.dump
-        # List the stacks of the blamed process first.
+        # List the stacks of the blamed process (the cause of the hang) first.
         pids = dict.fromkeys([blamed.pid, *(process.pid for process in dump.processes)])
         files = [name for pid in pids for name in dump.files.get(pid, ())]
         return Hang(
@@ -369,7 +380,7 @@ class Watchdog:
     def _choose_remedy(
         self, suspect: WatchedProcess, diagnosis: HangDiagnosis, seconds: float
     ) -> Remedy:
-        """Choose the cheapest remedy; killing a run that would recover costs more than waiting.
+        """Choose the least costly remedy: killing a run that would recover costs more than waiting.
 
         Args:
             suspect: The process without progress.
@@ -379,7 +390,7 @@ class Watchdog:
         blamed = diagnosis.process
         phase = suspect.standing.phase
         is_traced = blamed.last.state == "t"
-        # The process is being debugged, or it is not known to be a torch program.
+        # Only wait if the process is being debugged, or is not known to be a torch program.
         if is_traced or suspect.info.torch is None:
             return "wait"
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
@@ -435,8 +446,8 @@ def _make_subject(
 
     Args:
         process: The process, as listed in ``/proc``.
-        watched: The same process as watched by the watchdog; None if it does not record itself.
-        judged_at: Time of the current check; None if the progress of the process does not count.
+        watched: The watchdog's record of the process; None if the process is not observed.
+        judged_at: Time of the current check; None if the process is not judged.
     """
     if watched is None:
         return Subject(about=Examined(pid=process.pid, ppid=process.ppid, role="unobserved"))
