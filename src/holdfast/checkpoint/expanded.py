@@ -1,4 +1,4 @@
-"""Load values into expanded tensors, which torch cannot copy into.
+"""Load values into expanded tensors, into which torch cannot copy directly.
 
 Several elements of an expanded tensor (`torch.Tensor.expand`) share the same memory.
 """

@@ -19,8 +19,8 @@ EARLY_SECONDS = 5.0
 # Even in a run that has just started, the time between saves is at least this multiple of the time
 # for which a save blocks training.
 _EARLY_COSTS = 10
-# How many times as much data later saves write compared to the first save, which happens before the
-# first step, when the optimizer has no state yet. Adam then keeps two values for each weight.
+# Later saves write this many times as much data as the first save, which happens before the first
+# step, when the optimizer has no state yet. Adam keeps two values for each weight.
 _MOMENTS = 3
 # Number of recent saves from which the median cost is computed.
 _SAVES = 5
@@ -77,20 +77,25 @@ class IntervalChooser:
         # Cost of the save before the first step. Used until a later save has been measured.
         self._first_cost: SaveCost | None = None
         self.costs: deque[SaveCost] = deque(maxlen=_SAVES)
-        # CPU seconds used by the writer of each recent save.
+        # CPU seconds used by the thread that wrote each recent save.
         self._cpu_seconds: deque[float] = deque(maxlen=_SAVES)
 
     def boundary(self, seconds: float) -> None:
-        """Record that a step ended at this time. The first call marks the beginning of the run."""
+        """Record that a step ended at the given time. The first step marks the start of the run."""
         if self._began is None:
             self._began = seconds
 
     def tried(self, seconds: float) -> None:
-        """Restart the interval at this time, when a save began or a checkpoint was loaded."""
+        """Restart the interval at the given time, when a save began or a checkpoint was loaded."""
         self._last_save = seconds
 
     def first_save_took(self, seconds: float, *, cpu_seconds: float = 0.0) -> None:
-        """Record the cost of the save before the first step, which blocks the loop to the end."""
+        """Record the cost of the save before the first step, for which the training loop waits.
+
+        Args:
+            seconds: How long the save took in total.
+            cpu_seconds: See `save_took`.
+        """
         self._first_cost = SaveCost(stall_seconds=seconds, seconds=seconds)
         self._cpu_seconds.append(_MOMENTS * cpu_seconds)
 

@@ -50,7 +50,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_no_values(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor's values cannot be copied, such as ``"meta"``, or None if they can."""
+    """Return the reason why a tensor's values cannot be copied, or None if they can be copied.
+
+    The reason is a word such as ``"meta"``, or the name of the layout or dtype.
+    """
     if tensor.is_nested:
         return "nested"
     if tensor.is_meta:

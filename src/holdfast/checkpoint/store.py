@@ -211,7 +211,7 @@ def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
 
 
 def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the older checkpoints of the same step as `newer`."""
+    """Return the checkpoints that are older than `newer` but were saved after the same step."""
     if newer is None or newer not in entries:
         return []
     return [

@@ -52,6 +52,11 @@ def verify(checkpoint: Path) -> Manifest:
 def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
     """Verify every byte of one file in a checkpoint.
 
+    Args:
+        checkpoint: The checkpoint.
+        name: Name of the file in the manifest.
+        extents: The expected extents of the file.
+
     Raises:
         CheckpointError: H311 if the file is missing or its bytes differ from the manifest.
         RunDirectoryError: H307 if the file is temporarily unreadable.

@@ -192,7 +192,7 @@ class DataLoader(TorchDataLoader[Any]):
         # Whether the machine must be checked again once the size of a batch is known.
         self._machine_is_unchecked = self.num_workers > 0
 
-        # A private generator, so that starting an epoch does not advance torch's global generator.
+        # This generator is private, so that starting an epoch does not advance torch's global one.
         self._worker_seeds = SeededGenerator()
         keep_workers = arguments.get("persistent_workers", False) and not self._iterable
         settings = WorkerSettings(
@@ -204,9 +204,9 @@ class DataLoader(TorchDataLoader[Any]):
             timeout_seconds=arguments.get("timeout", 0),
             keep=keep_workers,
         )
-        # A weak reference, because a bound method would create a reference cycle. Persistent
-        # workers must end when the last reference to the loader is gone, not at a later garbage
-        # collection.
+        # `WeakCall` holds a weak reference, because a bound method would create a reference cycle.
+        # Persistent workers must end when the last reference to the loader is gone, not at a later
+        # garbage collection.
         self._recovery = WorkerRecovery(settings, WeakCall(self, "_emit"))
 
     # --- events -----------------------------------------------------------------------------------
@@ -343,7 +343,8 @@ class DataLoader(TorchDataLoader[Any]):
         self._warn_if_nothing_is_left()
         if self._machine_is_unchecked:
             self._check_machine()
-        # Set here, so that this epoch is still the next one if a check above raises an error.
+        # This is not set earlier, so that this epoch is still the next one if a check above raises
+        # an error.
         self._under_way = True
         consumed_batches = self._position.consumed
         with contextlib.closing(self._recovery.batches(source)) as received:

@@ -154,7 +154,7 @@ class QuarantineLedger:
             )
         if len(evidence) > _EVIDENCE_CHARACTERS:
             evidence = "..." + evidence[-_EVIDENCE_CHARACTERS:]
-        # Remove an old entry first, so that the new one is at the end.
+        # An old entry is removed first, so that the new one is inserted at the end.
         self._entries.pop(key, None)
         self._entries[key] = Quarantined(
             index=key, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()

@@ -82,8 +82,8 @@ class RandomState:
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the random state of this process, without synchronizing with devices.
 
-    Takes about 5 microseconds, plus 40 if Python's or NumPy's generator was used since the last
-    call.
+    The call takes about 5 microseconds, plus 40 if Python's or NumPy's generator was used since the
+    last call.
 
     Args:
         devices: Accelerators whose state to include.

@@ -94,7 +94,7 @@ class SampleSeeds:
         return self.of_samples(epoch, (index,))[0]
 
     def of_samples(self, epoch: int, indices: Sequence[Any]) -> list[int]:
-        """Return the seeds of samples in an epoch."""
+        """Return the seeds of several samples in an epoch, in the order of `indices`."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._key = derive_seed(self._seed, epoch, "samples")

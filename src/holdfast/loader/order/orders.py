@@ -125,7 +125,7 @@ class Order(ABC):
 
 @final
 class Sequential(Order):
-    """All samples, in the order of the dataset.
+    """An order with each sample once per epoch, in the order of the dataset.
 
     Args:
         length: Number of samples in the dataset.
@@ -139,7 +139,7 @@ class Sequential(Order):
 
 @final
 class Shuffled(Order):
-    """Each sample once per epoch, in a random order that differs from epoch to epoch.
+    """An order with each sample once per epoch, shuffled differently in every epoch.
 
     Args:
         length: Number of samples in the dataset.
@@ -153,7 +153,7 @@ class Shuffled(Order):
 
 @final
 class LengthBucketed(Order):
-    """Each sample once per epoch, in a random order in which neighbors have similar lengths.
+    """An order with each sample once per epoch, shuffled so that neighbors have similar lengths.
 
     The epoch is shuffled and divided into windows. Each window is sorted by length and divided into
     groups, and the groups in each window are shuffled. Batches therefore need little padding, and
@@ -313,7 +313,8 @@ def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64
         values[too_large] = _network(values[too_large], n, key)
 
 
-# Cached, because consecutive calls are usually for the same epoch. Takes at most 2 MiB.
+# The result is cached, because consecutive calls are usually for the same epoch. The cache takes at
+# most 2 MiB.
 @functools.lru_cache(maxsize=64)
 def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
     hashes = random_bits(np.arange(n, dtype=np.uint64), key)

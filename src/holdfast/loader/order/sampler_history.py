@@ -68,10 +68,10 @@ class SamplerHistory:
     def _changes_itself(self, epoch: int, entries: list[Any], after: Fingerprint) -> bool:
         """Return whether drawing an epoch changes the order of later epochs.
 
-        Draws the same epoch again from a copy of the sampler, which must yield the same `entries`
-        and then have the fingerprint `after`. A sampler passes this test if it merely stores the
-        order in an attribute, because that does not change later epochs. Returns True if the
-        sampler cannot be copied.
+        The same epoch is drawn again from a copy of the sampler. If the copy yields the same
+        `entries` and then has the fingerprint `after`, drawing changes nothing. This is the case
+        for a sampler that merely stores the order in an attribute, because that does not affect
+        later epochs. Returns True if the sampler cannot be copied.
         """
         if not after.is_complete:
             return True

@@ -46,7 +46,7 @@ def isolated_from_training(board: Board | None) -> contextlib.AbstractContextMan
 
 
 class StreamError(Exception):
-    """Raised in place of an exception that a stream has raised, which is in `cause`."""
+    """Raised in place of another exception from a stream. That exception is in `cause`."""
 
     def __init__(self, cause: BaseException) -> None:
         # The message of the cause is not included, because converting it to text may raise an
@@ -101,7 +101,7 @@ class Items:
             items: The number of items.
             state: The result of `state` at this position, or None to read all items again.
         """
-        # This shows that the worker is busy.
+        # This shows that the worker is busy, because reading items again may take long.
         self._show(self.number)
         dropped = items if state is None else 0
         if isinstance(state, dict) and _ITEMS_BEHIND in state:

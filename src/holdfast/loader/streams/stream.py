@@ -196,8 +196,8 @@ class BatchStream(IterableDataset[Any]):
             initial_state.was_left = False
 
     def _find_share(self) -> _WorkerShare:
-        # Without a board, the worker info is not this loader's, because this process can then only
-        # be a worker of another loader.
+        # Without a board, this loader has no workers. If there is worker info nevertheless, it
+        # belongs to another loader, in whose worker this loader is used.
         info = None if self._board is None else get_worker_info()
         worker = 0
         workers = 1
@@ -243,7 +243,7 @@ class BatchStream(IterableDataset[Any]):
         return True
 
     def _report_error(self, error: BaseException, worker: int, items: Items) -> BatchReport:
-        """Return a report of an error that occurred in place of a batch.
+        """Return the report to send in place of a batch after an error.
 
         Raises:
             BaseException: The error itself, if the main process ran out of a resource. In the main

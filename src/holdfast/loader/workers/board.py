@@ -42,7 +42,7 @@ class WorkerStatus(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker is not idle."""
+        """Whether the worker is starting, reading a sample or collating, rather than idle."""
         return self.place != IDLE
 
     @property

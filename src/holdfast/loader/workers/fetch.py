@@ -295,7 +295,7 @@ class Fetcher(Dataset[Any]):
         return _SampleResult(index, failure=failure)
 
     def _candidates(self, request: BatchRequest, place: int) -> Iterator[tuple[int, Any]]:
-        """Yield the indices that may fill a place in the batch, each after its own place."""
+        """Yield the candidates for a place in the batch, as pairs of their own place and index."""
         indices = request.indices[place : place + 1]
         if self.replaces:
             indices = request.candidates[place:]

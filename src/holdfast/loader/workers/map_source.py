@@ -44,7 +44,7 @@ class BatchSource:
         return iter(())
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return the report with the fields filled in that a worker does not send."""
+        """Fill in the fields of a report that a worker does not send, and return the report."""
         return report
 
     def delivered(self, report: BatchReport) -> None:
@@ -121,7 +121,10 @@ class MapSource(BatchSource):
         return self._make_fetcher(board)
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[BatchRequest]:
-        """Yield requests for the remaining batches, beginning with those that lost workers had."""
+        """Yield requests for the remaining batches, beginning with those that are still pending.
+
+        After a loss, each pending request is given a control sample (see `BatchRequest`).
+        """
         if after_loss:
             self._losses += 1
         for number in sorted(self._pending):
@@ -153,7 +156,7 @@ class MapSource(BatchSource):
         return places[self._losses % len(places)]
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Return the report with the dataset indices of its batch filled in.
+        """Fill in the dataset indices of a report's batch, and return the report.
 
         A worker only sends the indices if they differ from those in the request.
         """

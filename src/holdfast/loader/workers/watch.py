@@ -150,7 +150,10 @@ class WorkerWatch:
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """Interrupt the main thread with `WaitInterruptedError` from now on if a worker is lost."""
+        """Begin a wait in which a lost worker raises `WaitInterruptedError` in the main thread.
+
+        If a worker has already been lost, the error is raised immediately.
+        """
         self._waits += 1
         self.waiting_thread = threading.get_ident()
         if self.lost:
@@ -158,7 +161,7 @@ class WorkerWatch:
             raise WaitInterruptedError
 
     def __exit__(self, *error: object) -> None:
-        """Do not interrupt the main thread any more."""
+        """End the wait, after which a lost worker no longer interrupts the main thread."""
         self.waiting_thread = 0
 
     def loss(self, patience_seconds: float = 0.0) -> WorkerLoss:
@@ -233,7 +236,7 @@ class WorkerWatch:
         while not self._ended.is_set():
             ready = wait(list(workers), timeout=_TICK_SECONDS)
             now = time.monotonic()
-            # A longer time means that the machine or container was suspended.
+            # If more time has passed, the machine or container was probably suspended.
             passed_seconds = min(now - last_tick, 2 * _TICK_SECONDS)
             last_tick = now
             if self._ended.is_set():
@@ -247,6 +250,7 @@ class WorkerWatch:
 
     def _first_death(self, dead: list[int]) -> WorkerLoss | None:
         for worker in dead:
+            # A worker that has finished its part of a stream is not lost.
             has_done_its_work = self._may_end and exit_code(self._processes[worker]) == 0
             if not has_done_its_work:
                 return WorkerLoss(cause="", kind="died", worker=worker)
