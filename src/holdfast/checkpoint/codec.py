@@ -209,6 +209,7 @@ class Encoder:
         if factory is None:
             return None
         name = str(getattr(factory, "__name__", None))
+        # Another factory may have the same name as one of the supported factories.
         if _FACTORIES.get(name) is not factory:
             raise self._unsupported(f"a defaultdict of {factory!r}", place)
         return name

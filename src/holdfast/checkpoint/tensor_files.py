@@ -102,6 +102,7 @@ def _header(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> bytes:
         }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format allows spaces after the JSON.
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 

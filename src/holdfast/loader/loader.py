@@ -177,8 +177,8 @@ class DataLoader(TorchDataLoader[Any]):
         # Whether batches of the current epoch have been requested.
         self._under_way = False
         self._host_epochs = HostEpochs(self)
-        # Whether another rank also gets this rank's last batch, because fewer samples were left
-        # than there are ranks.
+        # Whether a lower rank also gets the batch that was last returned, because fewer samples
+        # were left than there are ranks.
         self.batch_is_repeated = False
         self._initial_state = InitialState()
 
@@ -483,6 +483,7 @@ class DataLoader(TorchDataLoader[Any]):
             "consumed": self._position.consumed,
             "order": self._identity(),
         }
+        # The host's number for the epoch is saved only if it differs from the loader's own number.
         if self._host_epochs.current not in (None, self._epoch):
             state["named"] = self._host_epochs.current
         if self._position.drawn is not None:

@@ -80,6 +80,7 @@ class QuarantineLedger:
         if limit >= 1 or limit == 0:
             self.limit = int(limit)
         else:
+            # At least one sample is allowed, even if the length of the dataset is unknown.
             self.limit = max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:

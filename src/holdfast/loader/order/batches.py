@@ -128,9 +128,9 @@ class EpochBatches:
             yield request, position
 
     def is_repeated(self, epoch: int, position: int) -> bool:
-        """Return whether another rank gets the same batch as this rank at a position.
+        """Return whether a lower rank gets the same batch as this rank at a position.
 
-        This happens when fewer samples are left than there are ranks.
+        This happens when fewer samples are left than there are ranks (see `rank_positions`).
         """
         return 0 < self.order.count(epoch) - position <= self.rank
 
@@ -143,6 +143,7 @@ class EpochBatches:
 
     def _indices_at(self, epoch: int, start: int, stop: int) -> list[Any]:
         indices: list[Any] = self.order.indices(self.seed, epoch, start, stop)
+        # If the order consists of batches, the slice contains batches, which are flattened.
         if self.counts_batches:
             return [index for batch in indices for index in batch]
         return indices

@@ -204,9 +204,11 @@ class LengthBucketed(Order):
         return _digest(self.lengths)
 
     def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        # A block is a window.
         shuffled = permuted(positions, len(self), derive_seed(seed, epoch, "length_bucketed"))
         by_length = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
         group_starts = np.arange(0, len(by_length), self._group)
+        # Each window has its own key, so that the groups of each window are shuffled differently.
         key = derive_seed(seed, epoch, "length_bucketed", int(positions[0]))
         group_order = permuted(np.arange(len(group_starts)), len(group_starts), key)
         groups = [by_length[start : start + self._group] for start in group_starts[group_order]]

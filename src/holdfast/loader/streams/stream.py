@@ -226,6 +226,7 @@ class BatchStream(IterableDataset[Any]):
         try:
             items.open(position.items, position.state)
             while not items.ended:
+                # Worker n makes the batches n, n + `dealt_to`, n + 2 * `dealt_to`, and so on.
                 is_mine = turn % share.dealt_to == share.worker % share.dealt_to
                 turn += 1
                 began = time.perf_counter()
@@ -271,6 +272,7 @@ class BatchStream(IterableDataset[Any]):
         group = []
         for remaining in range(size, 0, -1):
             _show(cells, items.number, 0)
+            # A resume after this batch can then start before the batch's last item.
             if is_mine and remaining == 1:
                 items.remember()
             item = next(items, items)
@@ -367,6 +369,7 @@ class StreamSource(BatchSource):
         worker = report.number
         shard = worker if self._settings.sharded else 0
         self.positions[shard] = StreamPosition(items=items, state=state, ended=ended)
+        # torch takes batches from the workers in turn.
         if self._settings.sharded:
             self.turn = (worker + 1) % self._workers
 

@@ -145,6 +145,7 @@ class WorkerRecovery:
         # The limit takes earlier pools into account, because the new pool's watch does not know how
         # long samples took there.
         limit_seconds = max(_LIMIT_SECONDS, LONGEST_FACTOR * self._longest_sample_seconds)
+        # The limits may be too short, so each consecutive hang or timeout doubles them.
         patience = 2**self._time_losses_in_a_row
         return WorkerPool(
             source.dataset,

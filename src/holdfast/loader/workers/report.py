@@ -32,6 +32,7 @@ _SHORTAGES_BY_TEXT = {
     # This error means that a tensor arrived without its file descriptor.
     "ancdata": "file descriptors",
     "shared memory": "shared memory",
+    # torch's shared memory objects have names that begin like this.
     "</torch_": "shared memory",
     "can't allocate memory": "memory",
 }

@@ -196,6 +196,7 @@ class WorkerWatch:
         how = how_it_ended(process, self._oom_kills_before)
         status = self._board.status_of(worker)
         shortage = None
+        # The kernel sends SIGBUS if no memory is left for a page of shared memory.
         if "SIGBUS" in how:
             shortage = "shared memory"
         elif "out of memory" in how:
