@@ -53,7 +53,7 @@ class BackgroundJob(Generic[_Result]):
     def _work(self, run: Callable[[], _Result]) -> None:
         try:
             self._results.append(run())
-        # Re-raised by `result`.
+        # `result` raises the error again.
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:

@@ -1,4 +1,4 @@
-"""Host memory for a copy of the training state, so that training continues during a save.
+"""Host memory for a copy of the training state, so that training can continue during a save.
 
 The memory is a single block that every save reuses. Its pages are touched in advance, because
 touching a page for the first time takes many times as long as copying data into it. Forked
@@ -18,7 +18,7 @@ import torch
 
 # Size of a cache line, which is at least the alignment of every dtype.
 _ALIGNMENT_BYTES = 64
-# Bytes touched per call. Each call releases the GIL.
+# Number of bytes touched per call of `ctypes.memset`, which releases the GIL.
 _CHUNK_BYTES = 64 * 2**20
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]

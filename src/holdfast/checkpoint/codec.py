@@ -122,7 +122,8 @@ class Encoder:
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor.detach(), place)
         if tensor.is_complex():
-            # Stored as pairs of real numbers, because the safetensors format has no complex128.
+            # Complex numbers are stored as pairs of real numbers, because the safetensors format
+            # has no complex128.
             pairs = torch.view_as_real(tensor.detach().resolve_conj())
             return self._stored("complex_tensor", pairs, place)
         if tensor.dtype in STORED_ONLY and tensor.dtype not in SAVED_AS:

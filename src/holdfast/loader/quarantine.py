@@ -25,7 +25,7 @@ FILE_NAME = "quarantine.json"
 
 _FORMAT = 1
 
-# Maximum length of the evidence. Longer evidence is cut at the beginning, because the end of a
+# Maximum length of the evidence. The beginning of longer evidence is omitted, because the end of a
 # traceback is more useful.
 _EVIDENCE_CHARACTERS = 2000
 

@@ -52,7 +52,7 @@ class RandomState:
     devices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
-        """Convert the state to containers, numbers and tensors, for a checkpoint."""
+        """Convert the state to containers, numbers and tensors, which a checkpoint can store."""
         return {
             "python": self.python,
             "numpy": self.numpy,
@@ -260,7 +260,11 @@ class LazySeeding:
             np.random.seed(seed & _MASK_32_BITS)
 
     def generator_states(self) -> tuple[Any, Any]:
-        """Return the states of Python's and NumPy's generators, for `was_drawn`."""
+        """Return the states of Python's and NumPy's generators, to be passed to `was_drawn`.
+
+        If both generators are always seeded, their states are not needed and None is returned for
+        each.
+        """
         if self.draws:
             return None, None
         return _python_state(), _numpy_state()

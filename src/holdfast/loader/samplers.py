@@ -66,7 +66,7 @@ def samplers_of(loader: object) -> list[Any]:
 
 
 def has_no_state(sampler: object) -> bool:
-    """Return whether a sampler is known to carry no state between epochs except its generator."""
+    """Return whether a sampler is known to carry at most a generator's state between epochs."""
     if type(sampler) is BatchSampler:
         # Any state is in the sampler inside the batch sampler, which callers check separately.
         return True

@@ -213,7 +213,10 @@ def _copy_leaf(path: str, leaf: Any, how: SplitSpec) -> Any:
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Return whether a node is a list of strings, bytes or numbers, which is a single leaf."""
+    """Return whether a node is a list or tuple of plain values, which counts as a single leaf.
+
+    The values must be all strings, all bytes or all numbers.
+    """
     if type(node) not in (list, tuple):
         return False
     return any(all(isinstance(value, kind) for value in node) for kind in _PLAIN_KINDS)

@@ -29,7 +29,7 @@ class SamplerHistory:
         self._sampler = sampler
         self._seed = seed
         self._dataset = dataset
-        # All epochs drawn so far, in order.
+        # The numbers of all epochs drawn so far, in the order in which the epochs were drawn.
         self.epochs: list[int] = []
         # Whether drawing an epoch changes the order of later epochs. None until the first draw.
         self.carries_state: bool | None = None

@@ -134,7 +134,10 @@ class Items:
             self._replay_from = self._dataset_state()
 
     def state(self) -> Any:
-        """Return the state to pass to `open` to resume here, or None to read all items again."""
+        """Return a state with which `open` can resume at the current position.
+
+        Returns None if the dataset has no such state, so that a resume reads all items again.
+        """
         if not self._keeps_state:
             return None
         if self._head_draws is False:

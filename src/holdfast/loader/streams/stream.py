@@ -226,7 +226,8 @@ class BatchStream(IterableDataset[Any]):
         try:
             items.open(position.items, position.state)
             while not items.ended:
-                # Worker n makes the batches n, n + `dealt_to`, n + 2 * `dealt_to`, and so on.
+                # Counted from the starting position, worker n makes the batches n, n + `dealt_to`,
+                # n + 2 * `dealt_to`, and so on.
                 is_mine = turn % share.dealt_to == share.worker % share.dealt_to
                 turn += 1
                 began = time.perf_counter()

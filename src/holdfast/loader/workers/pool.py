@@ -176,7 +176,7 @@ class WorkerPool:
         # remove the last reference to them.
         self._torch_loader = [torch_loader]
         self._torch_iterator: list[Any] = []
-        # Whether a batch was requested but has not completely arrived.
+        # Whether a batch has been requested but has not been received completely.
         self._is_waiting = False
 
     @property

@@ -53,7 +53,7 @@ class WorkerRecovery:
     def __init__(self, settings: WorkerSettings, emit: Callable[[EventData], None]) -> None:
         self.settings = settings
         self._emit = emit
-        # With ``persistent_workers``: the workers of the last epoch.
+        # With ``persistent_workers``, the pool from the last epoch. Otherwise None.
         self._kept_pool: WorkerPool | None = None
         self._suspects = SuspectSamples()
         # Dataset index of the sample that a worker was reading when it was last lost, or None.
