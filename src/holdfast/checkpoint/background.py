@@ -20,15 +20,16 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.threads import start_thread
 
 _Result = TypeVar("_Result")
-# torch splits larger reductions across threads (at::internal::GRAIN_SIZE is 32768). That would take
-# threads away from training, and OpenMP threads do not survive a fork of loader workers.
+# Largest number of elements that torch reduces in a single thread (at::internal::GRAIN_SIZE is
+# 32768). More threads would compete with training for cores, and OpenMP threads do not survive the
+# forking of loader workers.
 _MAX_ELEMENTS = 32_767
 _THREAD_NAME = "holdfast-writer"
 _POLL_SECONDS = 0.02
 
 
 class BackgroundJob(Generic[_Result]):
-    """Runs a function in a background thread while training continues. Starts immediately.
+    """Runs a function in a background thread, which starts immediately.
 
     Args:
         run: The function to run.
@@ -52,7 +53,7 @@ class BackgroundJob(Generic[_Result]):
     def _work(self, run: Callable[[], _Result]) -> None:
         try:
             self._results.append(run())
-        # Re-raised by `result`.
+        # `result` raises the error again.
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
@@ -69,8 +70,8 @@ class BackgroundJob(Generic[_Result]):
         Returns:
             The function's result, or None in a forked process, where the thread does not exist.
         """
-        # Not join(): if a signal handler raises during join(), Python 3.11 marks the thread as
-        # finished, and the interpreter no longer waits for it at exit.
+        # join() is not used here. If a signal handler raises an exception during join(), Python
+        # 3.11 marks the thread as finished, and the interpreter no longer waits for it at exit.
         while self._thread.is_alive() and not self._ended.wait(_POLL_SECONDS):
             pass
         if self._error is not None:
@@ -81,6 +82,7 @@ class BackgroundJob(Generic[_Result]):
 
 
 def _thread_name(directory: Path) -> str:
+    # The name contains the directory, so that `wait_for_jobs` can find the thread.
     return f"{_THREAD_NAME} {directory}"
 
 
@@ -99,9 +101,9 @@ def wait_for_jobs(directory: Path) -> None:
 def nonfinite_copies(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Find NaN and Inf as `nonfinite_tensors` does, but single-threaded.
+    """Return the same result as `nonfinite_tensors`, but compute it in a single thread.
 
-    The tensors must be contiguous and on the host.
+    The tensors must be contiguous and in host memory.
     """
     chunks = [
         (name, chunk)
@@ -109,6 +111,6 @@ def nonfinite_copies(
         for chunk in torch.split(tensor.reshape(-1), _MAX_ELEMENTS)
     ]
     names, _ = nonfinite_tensors(chunks, most=len(chunks))
-    # A tensor with several bad chunks is listed several times.
+    # A tensor is listed once for each of its chunks that contains NaN or Inf.
     unique = list(dict.fromkeys(names))
     return unique[:most], len(unique)

@@ -1,4 +1,4 @@
-"""Host memory for a copy of the training state, so that training continues during a save.
+"""Host memory for a copy of the training state, so that training can continue during a save.
 
 The memory is a single block that every save reuses. Its pages are touched in advance, because
 touching a page for the first time takes many times as long as copying data into it. Forked
@@ -18,7 +18,7 @@ import torch
 
 # Size of a cache line, which is at least the alignment of every dtype.
 _ALIGNMENT_BYTES = 64
-# Bytes touched per call. Each call releases the GIL.
+# Number of bytes touched per call of `ctypes.memset`, which releases the GIL.
 _CHUNK_BYTES = 64 * 2**20
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
@@ -38,6 +38,7 @@ class HostBuffers:
     def __init__(self, size_bytes: int, *, cuda: torch.device | None = None) -> None:
         self.size_bytes = size_bytes
         self._cuda = cuda
+        # A length of 0 is not allowed.
         memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -47,7 +48,7 @@ class HostBuffers:
     def touch(self) -> None:
         """Make all pages resident, and pin them if requested.
 
-        May run in another thread, before `fill`.
+        This may run in another thread, but it must finish before `fill` is called.
         """
         address = self._bytes.data_ptr()
         for begin in range(0, self.size_bytes, _CHUNK_BYTES):
@@ -57,8 +58,8 @@ class HostBuffers:
 
     def _pin(self, device: torch.device, address: int) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # A new thread starts with device 0 as its current device. Without this, CUDA would create a
-        # context there, which takes memory.
+        # A new thread's current device is device 0. Without the next line, CUDA would create a
+        # context on device 0, which takes memory.
         with torch.cuda.device(device):
             failed = int(runtime.cudaHostRegister(address, self.size_bytes, 0))
         # If pinning fails, copies are merely slower.
@@ -68,7 +69,7 @@ class HostBuffers:
     def fill(self, groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
         """Copy all tensors into the block, overwriting earlier copies.
 
-        Cost: one pass over memory. Copies from CUDA devices run concurrently, and the call waits
+        Each tensor is read once. Copies from CUDA devices run asynchronously, and the call waits
         for one event per device at the end. Device memory is allocated only for tensors that are
         not contiguous.
 

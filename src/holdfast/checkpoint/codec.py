@@ -1,8 +1,8 @@
 """Convert a tree of state to JSON and named tensors, and back, without pickle.
 
 Supported: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Counter, defaultdict,
-list, tuple, set, frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype,
-device, Size, Path. Any other value raises an error that names its position in the tree.
+list, tuple, set, frozenset, deque; tensors (including tied ones), NumPy arrays and scalars, dtype,
+device, Size, Path. Any other value raises an error that names the value's position in the tree.
 
 A value that JSON cannot represent becomes an object whose key ``"$"`` names the value's kind.
 `_DECODERS` lists all kinds.
@@ -25,7 +25,7 @@ from holdfast.checkpoint.safetensors_header import METADATA
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
-# Supported default factories of a defaultdict, by name.
+# The default factories with which a defaultdict can be saved, by name.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -54,9 +54,10 @@ SAVED_AS = {
 }
 # Classes whose values are written to JSON unchanged.
 _JSON_CLASSES = frozenset({bool, int, str})
+# The same classes and None, used to check all items of a list at once.
 _JSON_ITEMS = frozenset({bool, int, str, type(None)})
 _SEQUENCE_CLASSES = (list, tuple, set, frozenset, collections.deque)
-# numpy's one-letter dtype kinds: booleans, signed and unsigned integers, floats, complex numbers.
+# NumPy's one-letter dtype kinds: boolean, signed and unsigned integer, float and complex.
 _REAL_KINDS = "biuf"
 _NUMBER_KINDS = "biufc"
 
@@ -86,12 +87,18 @@ class Encoder:
 
     def __init__(self, component: str) -> None:
         self._component = component
-        # Names of the tensors by memory location, so that tied weights are stored once.
+        # Names of the encoded tensors by memory location, so that tied weights are stored only
+        # once.
         self._names: dict[Memory, str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, place: _Place = ()) -> Any:
         """Return the JSON form of a value, and add the value's tensors to `tensors`.
+
+        Args:
+            value: The value, which may contain further values.
+            place: The value's position in the component. It is used to name tensors and in error
+                messages.
 
         Raises:
             CheckpointError: H310 if the value cannot be stored without pickle.
@@ -111,11 +118,12 @@ class Encoder:
     # --- tensors
 
     def _tensor(self, tensor: torch.Tensor, place: _Place) -> Any:
-        """Encode a tensor by its layout and dtype."""
+        """Return the JSON form of a tensor, which depends on the tensor's layout and dtype."""
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor.detach(), place)
         if tensor.is_complex():
-            # Stored as pairs of real numbers, because the safetensors format has no complex128.
+            # Complex numbers are stored as pairs of real numbers, because the safetensors format
+            # has no complex128.
             pairs = torch.view_as_real(tensor.detach().resolve_conj())
             return self._stored("complex_tensor", pairs, place)
         if tensor.dtype in STORED_ONLY and tensor.dtype not in SAVED_AS:
@@ -126,8 +134,8 @@ class Encoder:
         return {_TAG: kind, "name": self._keep(tensor, place), **_layout(tensor)}
 
     def _sparse(self, tensor: torch.Tensor, place: _Place) -> Any:
-        # Stored exactly as in memory. Both the order of the entries and whether they are coalesced
-        # affect how later sums are rounded.
+        # The entries are stored exactly as in memory. Both their order and whether they are
+        # coalesced affect how later sums are rounded.
         return {
             _TAG: "sparse_tensor",
             "indices": self.encode(tensor._indices(), (*place, "indices")),
@@ -137,7 +145,7 @@ class Encoder:
         }
 
     def _as_bytes(self, tensor: torch.Tensor, place: _Place) -> Any:
-        """Encode a tensor whose one-byte dtype, such as AMD's float8, is not in the format."""
+        """Encode a tensor of a one-byte dtype that safetensors lacks, such as AMD's float8."""
         if tensor.layout != torch.strided or tensor.is_meta:
             raise self._unsupported(f"a {tensor.dtype} tensor that is not dense", place)
         stored = tensor.view(torch.uint8)
@@ -149,14 +157,15 @@ class Encoder:
         }
 
     def _keep(self, tensor: torch.Tensor, place: _Place) -> str:
-        """Add a tensor to `tensors` and return its name there."""
+        """Add a tensor to `tensors` unless a tied tensor is already there, and return its name."""
         tensor = tensor.detach().resolve_neg()
         self._check_dense(tensor, place)
         memory = memory_of(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
-        # Surrogate characters cannot be encoded in UTF-8.
+        # Surrogate characters are replaced, because they cannot be encoded in UTF-8.
         name = ".".join(place).encode(errors="replace").decode() or "value"
+        # Different positions can lead to the same name, for example if a key contains a dot.
         while name in self.tensors or name == METADATA:
             name += "_"
         self._names[memory] = name
@@ -171,8 +180,8 @@ class Encoder:
             raise self._unsupported("a meta tensor", place)
         if tensor.layout != torch.strided:
             raise self._unsupported(f"a {tensor.layout} tensor", place)
-        # A wrapper subclass keeps its values in inner tensors, so two different ones can appear to
-        # have the same memory location.
+        # A wrapper subclass keeps its values in inner tensors, so two different wrappers can appear
+        # to have the same memory location.
         if hasattr(tensor, "__tensor_flatten__"):
             kind = type(tensor).__qualname__
             raise self._unsupported(f"a {kind}, a tensor that wraps others", place)
@@ -180,7 +189,7 @@ class Encoder:
     # --- containers
 
     def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
-        """Encode a dict with string keys as a JSON object, other mappings as a tagged list."""
+        """Encode a dict with string keys as a JSON object, and other mappings as a tagged list."""
         items = [(key, self.encode(item, (*place, str(key)))) for key, item in value.items()]
         kind = type(value).__name__
         has_text_keys = all(isinstance(key, str) for key, _ in items)
@@ -201,6 +210,7 @@ class Encoder:
         if factory is None:
             return None
         name = str(getattr(factory, "__name__", None))
+        # Another factory may have the same name as one of the supported factories.
         if _FACTORIES.get(name) is not factory:
             raise self._unsupported(f"a defaultdict of {factory!r}", place)
         return name
@@ -225,8 +235,8 @@ class Encoder:
     def _items(self, value: Any, place: _Place) -> list[Any]:
         """Return the encoded items of a sequence or set."""
         classes = set(map(type, value))
-        # A list may hold thousands of losses or the state of a random generator. Checking all items
-        # at once is faster.
+        # A list may contain thousands of losses or the state of a random generator, so all items
+        # are checked at once, which is faster.
         if classes <= _JSON_ITEMS:
             return list(value)
         if classes == {float} and all(map(math.isfinite, value)):
@@ -240,7 +250,7 @@ class Encoder:
         if type(value) in (np.ndarray, np.memmap):
             return self._array(value, place)
         if isinstance(value, np.generic) and value.dtype.kind in _NUMBER_KINDS:
-            # This includes float64 scalars: they are instances of float, but of a different class.
+            # `np.float64` is a subclass of float, but storing it as a float would lose its class.
             return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
         fix = _PLAIN_ARRAYS if isinstance(value, np.ndarray) else _PLAIN_VALUES
         raise self._unsupported(_qualified_name(value), place, fix)
@@ -251,7 +261,7 @@ class Encoder:
         try:
             tensor = torch.from_numpy(np.array(value, copy=True))
         except (TypeError, ValueError) as error:
-            # torch supports neither long doubles nor foreign byte orders.
+            # torch supports neither long doubles nor non-native byte orders.
             raise self._unsupported(f"an array of {value.dtype}", place) from error
         return {_TAG: "ndarray", "name": self._keep(tensor, place)}
 
@@ -286,9 +296,10 @@ def _qualified_name(value: Any) -> str:
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
-    """Return a dense tensor's strides as a JSON field, or an empty dict if it is row-major.
+    """Return a tensor's strides as a JSON field, or an empty dict if they need not be saved.
 
-    Strides are saved because fused optimizers pair elements by their position in memory.
+    The strides of a dense tensor that is not row-major are saved, because fused optimizers match
+    the elements of different tensors by their positions in memory.
     """
     row_by_row = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim())]
     strides = list(tensor.stride())
@@ -298,7 +309,7 @@ def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a tensor would be contiguous if its axes were reordered."""
+    """Return whether a tensor with this shape is contiguous in some order of its axes."""
     axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
     expected = 1
     for stride, size in sorted(axes):
@@ -314,12 +325,12 @@ _Tensors = dict[str, torch.Tensor]
 
 
 def decode(value: Any, tensors: _Tensors) -> Any:
-    """Return the original value that `Encoder.encode` encoded.
+    """Rebuild a value from the JSON form that `Encoder.encode` returned.
 
     Args:
         value: The JSON form of the original value.
-        tensors: The component's tensors by name. A tensor that was not row-major when saved is
-            replaced by a copy with its original strides.
+        tensors: The component's tensors by name. In this dict, each tensor that was not row-major
+            when it was saved is replaced by a copy with the original strides.
 
     Raises:
         LookupError, TypeError, ValueError and others: `value` was not encoded by `Encoder`.
@@ -364,7 +375,7 @@ def _decode_tensor(value: dict[str, Any], tensors: _Tensors) -> torch.Tensor:
         raise ValueError(f"a tensor has strides {strides!s:.80}")
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     copy.copy_(tensor)
-    # Replaced immediately, so that at most one tensor is in memory twice at any time.
+    # The tensor is replaced immediately, so that only one tensor at a time is in memory twice.
     tensors[value["name"]] = copy
     return copy
 

@@ -1,4 +1,4 @@
-"""Load values into expanded tensors, which torch cannot copy into.
+"""Load values into expanded tensors, into which torch cannot copy directly.
 
 Several elements of an expanded tensor (`torch.Tensor.expand`) share the same memory.
 """
@@ -24,7 +24,7 @@ def _repeated_dimensions(tensor: torch.Tensor) -> list[int]:
 
 
 def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that covers each memory location of `like` exactly once.
+    """Return the part of a tensor in which each memory location of `like` occurs exactly once.
 
     Args:
         tensor: A tensor with the same shape as `like`.
@@ -39,10 +39,11 @@ def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def made_dense(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Make expanded tensors dense within the context, so that they can be loaded like any other.
+    """Make expanded tensors dense in the ``with`` block, so that values can be loaded into them.
 
-    On exit, each tensor is expanded again, and every tensor that shares its memory holds the loaded
-    values. A tensor stays dense if its loaded values differ along an expanded dimension.
+    At the end of the block, each tensor is expanded again, and all tensors that share its memory
+    have the loaded values. A tensor stays dense if its loaded values differ along an expanded
+    dimension.
     """
     views = [(tensor, tensor.data) for tensor in tensors if is_expanded(tensor)]
     try:

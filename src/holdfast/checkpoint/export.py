@@ -1,4 +1,4 @@
-"""Write the weights of a checkpoint to one plain safetensors file."""
+"""Export the weights of a checkpoint to a single safetensors file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from holdfast.core.errors import CheckpointError
 def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
     """Write the weights of a checkpoint to a safetensors file, merging the shares of all ranks.
 
-    Tensors have the same names as in the model's ``state_dict``. If there are several models, each
-    name is prefixed with the model's name.
+    Tensors have the same names as in the model's ``state_dict``. If there are several models, the
+    name of each tensor is prefixed with the name of its model.
 
     Args:
         entry: The checkpoint.
         path: The file to write. An existing file is replaced.
         averaged: Whether to write the averaged weights (``Guard(averaged=...)``) instead of the
-            model's.
+            model's own weights.
 
     Raises:
         CheckpointError: H310 if the checkpoint does not contain these weights, or the safetensors
@@ -34,7 +34,8 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         OSError: The file cannot be written.
     """
     if averaged:
-        # AveragedModel stores the averaged module under this prefix, and a counter next to it.
+        # `AveragedModel` stores the averaged weights under this prefix. Its counter of averaged
+        # models does not have the prefix and is not exported.
         tensors = _weights_of(entry, kind="state.averaged", inside="module.")
     else:
         tensors = _weights_of(entry, kind="model")
@@ -87,6 +88,7 @@ def _weights_of(entry: Entry, kind: str, inside: str = "") -> dict[str, torch.Te
     components = [name for name in read_state(entry) if f"{name}.".startswith(f"{kind}.")]
     tensors: dict[str, torch.Tensor] = {}
     for component, tree in read_components(entry, components).items():
+        # With several models, the model's name distinguishes tensors of the same name.
         prefix = ""
         if len(components) > 1:
             prefix = f"{component.removeprefix(f'{kind}.')}."

@@ -13,9 +13,10 @@ from holdfast.checkpoint.kinds import computable
 def nonfinite_tensors(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Return the names of the first tensors that contain NaN or Inf, and the total number.
+    """Return the names of tensors that contain NaN or Inf, and the number of such tensors.
 
-    Cost: reads every tensor once, without temporary copies, and synchronizes once per device.
+    At most `most` names are returned. Every tensor is read once, without temporary copies, and the
+    host waits for each device once.
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
@@ -36,5 +37,6 @@ def nonfinite_tensors(
 
 
 def _is_finite(tensor: torch.Tensor, norm: float) -> bool:
-    # The norm of finite values can also be Inf, if the sum of their squares overflows.
+    # The norm of finite values is Inf if the sum of their squares overflows. In that case, the
+    # values themselves are checked.
     return math.isfinite(norm) or bool(torch.isfinite(tensor).all())

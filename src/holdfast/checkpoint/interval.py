@@ -1,8 +1,9 @@
-"""Choose the time between saves from the cost of earlier saves.
+"""Choose the time between saves, based on the cost of earlier saves.
 
 The interval maximizes the share of time spent training (arXiv 2410.18124). It is long enough that
-saves stay within their allowed share of the time and that one write finishes before the next
-begins. A young run saves more often. The cost of a save is the median of the recent measurements.
+saves stay within their allowed share of the run's time and that one write finishes before the next
+begins. A run that has just started saves more often. The cost of a save is the median of recent
+measurements.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-# Age of a run at its first periodic save: about as long as people watch a run to see whether it has
-# started well.
+# Age of a run at its first periodic save. People watch a new run for about this long to see whether
+# it works.
 EARLY_SECONDS = 5.0
-# Even in a young run, the time between saves is at least this many times the cost of a save.
+# Even in a run that has just started, the time between saves is at least this multiple of the time
+# for which a save blocks training.
 _EARLY_COSTS = 10
-# The first save happens before the first step, when the optimizer has no state yet. Later saves
-# write about three times as much: Adam keeps two values for each weight.
+# Later saves write this many times as much data as the first save, which happens before the first
+# step, when the optimizer has no state yet. Adam keeps two values for each weight.
 _MOMENTS = 3
-# Number of saves whose costs are remembered.
+# Number of recent saves from which the median cost is computed.
 _SAVES = 5
 
 
@@ -28,11 +30,11 @@ def optimal_interval_seconds(save_seconds: float, mean_seconds_between_failures:
     """Return the time between two saves that maximizes the share of time spent training.
 
     The formula is ``C + sqrt(2 M C + C²)`` (arXiv 2410.18124), measured from the start of one save
-    to the start of the next. It ignores the time that a restart takes, which is unknown here, small
-    compared to M, and would only make the interval longer.
+    to the start of the next. It ignores the time that a restart takes. This time is unknown here
+    and small compared to M, and including it would only lengthen the interval.
 
     Args:
-        save_seconds: C, how long a save blocks the training loop.
+        save_seconds: C, the time for which a save blocks the training loop.
         mean_seconds_between_failures: M, the mean time between failures.
     """
     return save_seconds + math.sqrt(save_seconds) * math.sqrt(
@@ -51,7 +53,7 @@ class SaveCost:
 
 
 class IntervalChooser:
-    """Decides when a run's next save is due. All times are seconds of the monotonic clock.
+    """Decides when a run's next save is due. All times are in seconds, on the monotonic clock.
 
     Args:
         mean_seconds_between_failures: The expected mean time between failures.
@@ -75,20 +77,25 @@ class IntervalChooser:
         # Cost of the save before the first step. Used until a later save has been measured.
         self._first_cost: SaveCost | None = None
         self.costs: deque[SaveCost] = deque(maxlen=_SAVES)
-        # CPU seconds used by the writer of each recent save.
+        # CPU seconds used by the thread that wrote each recent save.
         self._cpu_seconds: deque[float] = deque(maxlen=_SAVES)
 
     def boundary(self, seconds: float) -> None:
-        """Record that a step has ended."""
+        """Record that a step ended at the given time. The first step marks the start of the run."""
         if self._began is None:
             self._began = seconds
 
     def tried(self, seconds: float) -> None:
-        """Record that a save has started or a checkpoint was loaded, and restart the interval."""
+        """Restart the interval at the given time, when a save began or a checkpoint was loaded."""
         self._last_save = seconds
 
     def first_save_took(self, seconds: float, *, cpu_seconds: float = 0.0) -> None:
-        """Record the cost of the save before the first step."""
+        """Record the cost of the save before the first step, for which the training loop waits.
+
+        Args:
+            seconds: How long the save took in total.
+            cpu_seconds: See `save_took`.
+        """
         self._first_cost = SaveCost(stall_seconds=seconds, seconds=seconds)
         self._cpu_seconds.append(_MOMENTS * cpu_seconds)
 
@@ -98,7 +105,8 @@ class IntervalChooser:
         Args:
             stall_seconds: How long the save blocked the training loop.
             seconds: How long the save took in total.
-            cpu_seconds: CPU time of the save's writer if it competes with training for cores, or 0.
+            cpu_seconds: CPU time of the thread that wrote the checkpoint, or 0 if it does not
+                compete with training for cores.
         """
         self._cpu_seconds.append(cpu_seconds)
         self.costs.append(SaveCost(stall_seconds=stall_seconds, seconds=seconds))
@@ -124,8 +132,9 @@ class IntervalChooser:
     def interval_seconds(self, age: float) -> float:
         """Return the time from a save to the next one.
 
-        A young run saves after `EARLY_SECONDS` and then each time its age has doubled, so a failure
-        never costs more than half of its time. Most runs that fail do so early.
+        A new run saves after `EARLY_SECONDS` and then each time its age has doubled, so a failure
+        never costs more than half of the time that the run has taken. Most runs that fail do so
+        early.
 
         Args:
             age: Seconds from the start of the run to the save.
@@ -139,6 +148,7 @@ class IntervalChooser:
         if stall > 0:
             optimal = optimal_interval_seconds(stall, self._between_failures)
             interval = min(interval, max(optimal, stall / self._most_overhead, write))
+        # The CPU time of the writing thread must also stay within its share of the run's time.
         return max(interval, _median(list(self._cpu_seconds)) / self._most_overhead)
 
 

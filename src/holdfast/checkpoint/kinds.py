@@ -1,8 +1,9 @@
 """Copy, compare and measure tensors of any dtype and layout.
 
-torch supports few operations on some dtypes and layouts: float8 has no ``nan_to_num``, complex-half
-no ``equal``, and sparse tensors no ``nbytes``. Code that handles arbitrary tensors uses the
-functions of this module, which view a tensor as dense integer tensors that share its memory.
+torch supports few operations on some dtypes and layouts. For example, ``nan_to_num`` does not
+accept float8, ``equal`` does not accept complex32, and sparse tensors have no ``nbytes``. Code that
+handles arbitrary tensors uses the functions in this module, which view a tensor as dense integer
+tensors that share its memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _COMPRESSED = {
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
     torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
+# The dtypes for which torch supports all the usual operations.
 _WITH_ARITHMETIC = frozenset(
     {
         torch.float64,
@@ -31,7 +33,8 @@ _WITH_ARITHMETIC = frozenset(
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
-# The dtypes that torch can copy but barely compute with. The list depends on the torch version.
+# The dtypes that torch can copy, but for which it supports few other operations. The set depends on
+# the torch version.
 STORED_ONLY = frozenset(
     dtype
     for name, dtype in vars(torch).items()
@@ -47,7 +50,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_no_values(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor's values cannot be copied, such as ``"meta"``, or None if they can."""
+    """Return the reason why a tensor's values cannot be copied, or None if they can be copied.
+
+    The reason is a word such as ``"meta"``, or the name of the layout or dtype.
+    """
     if tensor.is_nested:
         return "nested"
     if tensor.is_meta:
@@ -58,15 +64,15 @@ def has_no_values(tensor: torch.Tensor) -> str | None:
         return str(tensor.layout)
     if tensor.dtype in _WITH_ARITHMETIC or tensor.dtype in STORED_ONLY:
         return None
-    # torch cannot copy or load integers smaller than a byte, or its raw bit types.
+    # torch cannot copy or load its integer types smaller than a byte or its raw bit types.
     return str(tensor.dtype)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that make up a tensor and share its memory.
 
-    The parts of a sparse tensor are its indices and values. `has_no_values` must return None for
-    the tensor.
+    For a sparse tensor, these are its indices, followed by its values. `has_no_values` must return
+    None for the tensor.
     """
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
@@ -89,7 +95,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's values in bytes, or 0 if `has_no_values` gives a reason."""
+    """Return the size of a tensor's values in bytes, or 0 if they cannot be copied."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.nbytes
     return 0 if has_no_values(tensor) else sum(part.nbytes for part in parts_of(tensor))
@@ -98,13 +104,14 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same layout, dtype, shape and bits.
 
-    Cost: one pass over both tensors. For tensors on a device, the host waits for the result.
+    Both tensors are read once. For tensors on an accelerator, the host waits for the result.
     """
+    # If the values cannot be read, only a tensor and itself count as equal.
     if has_no_values(first) or has_no_values(second):
         return first is second
     if (first.layout, first.dtype, first.shape) != (second.layout, second.dtype, second.shape):
         return False
-    # Coalesced and uncoalesced tensors count as different, because later sums may be rounded
+    # A coalesced and an uncoalesced tensor count as different, because later sums may be rounded
     # differently.
     if first.layout is torch.sparse_coo and first.is_coalesced() != second.is_coalesced():
         return False
@@ -131,16 +138,17 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 def computable(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of a tensor in a dtype that torch can compute with.
 
-    For a sparse tensor, only the stored values are returned. Returns None if torch cannot convert
-    the dtype, or if `has_no_values` gives a reason.
+    For a sparse tensor, only the stored values are returned. Returns None if the values cannot be
+    copied (see `has_no_values`) or if torch cannot convert their dtype.
     """
     if has_no_values(tensor):
         return None
+    # The last part of a sparse tensor is its values.
     values = parts_of(tensor)[-1]
     if values.dtype in _WITH_ARITHMETIC:
         return values
     try:
         return values.to(torch.complex64) if values.is_complex() else values.float()
     except (NotImplementedError, RuntimeError):
-        # torch cannot convert its 4-bit types. They cannot represent NaN or Inf anyway.
+        # torch cannot convert its 4-bit types, but they cannot represent NaN or Inf anyway.
         return None

@@ -1,4 +1,4 @@
-"""Load the trees of a verified checkpoint."""
+"""Load the state of each component from a verified checkpoint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from holdfast.checkpoint.tensor_files import SUFFIX, Share, is_saved_as, read_te
 from holdfast.core.files import read_file
 
 _MAX_STATE_BYTES = 1 << 30
-# The beginnings of torch's out-of-memory messages.
+# Prefixes of torch's out-of-memory messages.
 _OUT_OF_MEMORY = ("[enforce fail", "CUDA out of memory")
 
 
 def all_rows(_component: str, _name: str, _shape: torch.Size) -> Share | None:
-    """Return None: read all rows of every tensor."""
+    """Return None, so that all rows of every tensor are read."""
     return None
 
 
@@ -35,16 +35,16 @@ def read_components(
     into: Groups | None = None,
     share_of: Callable[[str, str, torch.Size], Share | None] = all_rows,
 ) -> dict[str, Any]:
-    """Return the trees of the requested components, skipping those not in the checkpoint.
+    """Return the state trees of the requested components that are in a checkpoint, by name.
 
     Args:
         entry: The checkpoint.
         names: Names of the components to read.
         into: Live tensors by component and name, to be overwritten in place. A new tensor is
-            created on the host where no live tensor has the saved dtype and shape, or where it is
-            expanded.
-        share_of: Given a tensor's component, name and shape, returns the rows to read, or None for
-            all rows.
+            created on the host if there is no live tensor with the saved dtype and shape, or if the
+            live tensor is expanded.
+        share_of: Given a tensor's component, name and full shape, returns the rows to read, or None
+            for all rows.
 
     Raises:
         CheckpointError: H311 if a file was truncated after it was verified, or if the contents were
@@ -63,7 +63,7 @@ def read_components(
                 tensors = read_tensors(paths, live, partial(share_of, name))
                 trees[name] = decode(state[name], tensors)
     except OSError as error:
-        # The bytes were verified before, so they are not damaged.
+        # The bytes have already been verified, so the checkpoint is not damaged.
         raise out_of_reach_now(entry.path, error) from error
     except RuntimeError as error:
         if str(error).startswith(_OUT_OF_MEMORY):
@@ -73,9 +73,9 @@ def read_components(
 
 
 def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
-    """Return a component's files in the order of their writers' ranks.
+    """Return a component's files, ordered by the rank that wrote them.
 
-    A tensor's rows are in the same order.
+    A tensor's rows, read from the files in this order, are in their original order.
     """
     rank_folders = sorted(
         entry.path.glob("rank*/"), key=lambda folder: int(folder.name.removeprefix("rank"))
@@ -85,10 +85,10 @@ def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
 
 
 def read_state(entry: Entry) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint: each component's tree as encoded by ``saver.encode``.
+    """Return the JSON part of a checkpoint: the encoded tree of each component (``saver.encode``).
 
     Raises:
-        CheckpointError: H311 if the file is not JSON.
+        CheckpointError: H311 if the file is not a JSON object.
         OSError: The file cannot be read.
     """
     data = read_file(entry.path / STATE_FILE, _MAX_STATE_BYTES)
@@ -97,10 +97,10 @@ def read_state(entry: Entry) -> dict[str, Any]:
 
 
 def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a checkpoint already contains these tensors, by comparing digests.
+    """Return whether a checkpoint already contains tensors with the same names and digests.
 
-    The component may contain further tensors. This reads each tensor once. Of the checkpoint, it
-    only reads the manifest.
+    The component in the checkpoint may contain other tensors as well. Each given tensor is read
+    once. Only the manifest of the checkpoint is read.
 
     Raises:
         HoldfastError: See `read_manifest`.
@@ -114,7 +114,7 @@ def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tenso
 
 
 def saved_names(entry: Entry, component: str) -> set[str]:
-    """Return the names of a component's tensors in a checkpoint."""
+    """Return the names of the tensors that a checkpoint contains for a component."""
     return set(_extents_of(entry, component)) - {HEADER}
 
 

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, with a digest for every byte of every file.
+"""The manifest of a checkpoint, whose digests cover every byte of every file.
 
 The manifest has two lines: a JSON object, and the SHA-256 of the first line. It is written last, so
-a checkpoint is complete if its manifest is valid. The manifest is inside the checkpoint if that is
-a folder, and next to the checkpoint if that is a file.
+a checkpoint is complete if its manifest is valid. If the checkpoint is a folder, the manifest is in
+this folder. If the checkpoint is a single file, the manifest is next to it.
 
 This module does not import torch.
 """
@@ -25,19 +25,20 @@ FILE_NAME = "manifest.json"
 FORMAT = 1
 # In a safetensors file, the name of the extent that covers the bytes before the first tensor.
 HEADER = "header of the file"
-# In the year 3058. A later timestamp means that the manifest is damaged.
+# A time in the year 3058. A later timestamp means that the manifest is damaged.
 _LATEST_UNIX_SECONDS = 2**35
+# All integers in a valid manifest are below this number.
 _NUMBERS_BELOW = 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A range ``[begin, end)`` of bytes in a file, and its digest."""
+    """The range ``[begin, end)`` of bytes in a file, and the digest of these bytes."""
 
     begin: int
     end: int
     sha256: str
-    # Dtype of the tensor in this range. Empty if the range is not a tensor.
+    # Dtype of the tensor in this range. Empty if the range does not contain a tensor.
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -57,13 +58,13 @@ class Manifest:
     save_id: int
     global_step: int
     unix_seconds: float
-    # The extents of each file, by file name and extent name. They cover the file without gaps.
+    # The extents of each file, by file name and extent name. They cover all bytes of the file.
     files: dict[str, dict[str, Extent]] = field(default_factory=dict)
     written_by: str = __version__
     format: int = FORMAT
 
     def size_bytes(self) -> int:
-        """Return the total size of all files except the manifest."""
+        """Return the total size in bytes of all files except the manifest."""
         return sum(
             extent.size_bytes() for extents in self.files.values() for extent in extents.values()
         )
@@ -79,14 +80,14 @@ def _digest_line(body: bytes) -> bytes:
 
 
 def manifest_of(checkpoint: Path) -> Path:
-    """Return where an existing checkpoint's manifest is: in its folder, or next to its file."""
+    """Return the path of the manifest of an existing checkpoint, either a folder or a file."""
     if checkpoint.is_file():
         return manifest_beside(checkpoint)
     return checkpoint / FILE_NAME
 
 
 def manifest_beside(file: Path) -> Path:
-    """Return where the manifest of a single-file checkpoint is."""
+    """Return the path of the manifest of a single-file checkpoint, which is next to the file."""
     return file.with_name(f"{file.name}.{FILE_NAME}")
 
 
@@ -132,8 +133,8 @@ def _manifest_from(tree: Mapping[str, Any]) -> Manifest:
     """Convert a JSON object to a manifest, checking every field.
 
     Raises:
-        ValueError and the others in `MALFORMED`: The object is not a valid manifest. A matching
-            digest alone does not prove that holdfast wrote it.
+        ValueError and the others in `MALFORMED`: The object is not a valid manifest, although its
+            digest matches. Another program may have written it.
     """
     files = {
         name: {key: _extent_from(extent) for key, extent in extents.items()}
@@ -168,7 +169,11 @@ def _check_number(number: Any) -> None:
 
 
 def _check_file(name: str, extents: Iterable[Extent]) -> None:
-    """Raise ValueError if a file name leads out of the checkpoint, or if extents leave gaps."""
+    """Check that a file name stays inside the checkpoint and that extents cover the whole file.
+
+    Raises:
+        ValueError: The name is invalid, or the extents overlap or leave a gap.
+    """
     if "\0" in name or {"", ".."} & set(name.split("/")):
         raise ValueError(f"invalid file name {name[:80]!r}")
     position = 0

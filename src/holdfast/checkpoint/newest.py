@@ -1,4 +1,4 @@
-"""Find the newest intact checkpoint, written by holdfast or by a framework.
+"""Find the newest intact checkpoint, whether holdfast or a framework wrote it.
 
 This module does not import torch.
 """
@@ -23,12 +23,12 @@ def newest_good(
     complete: bool = False,
     renames: bool = False,
 ) -> Path | None:
-    """Return the newest checkpoint that verifies.
+    """Return the newest checkpoint that passes verification.
 
     A checkpoint without a manifest is unfinished if it contains the marker file of an unfinished
     save, or if any other checkpoint was sealed. If no checkpoint was ever sealed, the checkpoints
-    were written before holdfast was used. The newest one without the marker is then returned
-    unverified.
+    were written before holdfast was used. In this case, the newest checkpoint without the marker is
+    returned without verification.
 
     Args:
         candidates: Folders or files, newest first.
@@ -37,16 +37,16 @@ def newest_good(
         complete: Whether a checkpoint only gets its name once it is complete, so that a missing
             manifest means damage.
         renames: Whether to rename refused checkpoints (see `move_aside`) before calling
-            `on_refused`. No other code in the package renames a checkpoint because it is bad. An
-            error in the code that loads a checkpoint never leads to a rename.
+            `on_refused`. Refused checkpoints are renamed nowhere else in the package. In
+            particular, an error raised while a checkpoint is loaded never leads to a rename.
 
     Returns:
-        The checkpoint, or None if no checkpoint was ever complete, so that starting from scratch
-        loses nothing.
+        The checkpoint, or None if no checkpoint was ever complete. In this case, starting from
+        scratch loses nothing.
 
     Raises:
-        CheckpointError: H312 if there were complete checkpoints but none verifies, or if a
-            checkpoint is a broken link.
+        CheckpointError: H312 if there were complete checkpoints but none passes verification, or if
+            a checkpoint is a broken link.
         RunDirectoryError: H307 if a checkpoint is temporarily unreadable, H303 if it has a newer
             format.
     """
@@ -129,7 +129,7 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def move_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that did not verify, so that no run resumes from it.
+    """Rename a checkpoint that failed verification, so that no run resumes from it.
 
     Returns:
         The checkpoint's new path.
@@ -140,7 +140,13 @@ def move_aside(checkpoint: Path) -> Path:
 
 
 def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
-    """Return an H312 error for a folder in which every checkpoint is damaged."""
+    """Return an H312 error for a folder in which no checkpoint passes verification.
+
+    Args:
+        folder: The folder.
+        count: Number of checkpoints in the folder.
+        why: The reason to show in the error message.
+    """
     return CheckpointError(
         f"no checkpoint in {folder} can be verified ({counted(count, 'checkpoint')} found: {why})",
         limit="starting from scratch without an error would hide the loss",
@@ -153,7 +159,12 @@ def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
 
 
 def out_of_reach(path: Path, why: str) -> CheckpointError:
-    """Return an H312 error for a folder whose checkpoints cannot be reached."""
+    """Return an H312 error for a path at which checkpoints cannot be reached.
+
+    Args:
+        path: The folder of checkpoints, or a single checkpoint.
+        why: The reason to show in the error message.
+    """
     return CheckpointError(
         f"checkpoints in {path} cannot be reached ({why})",
         limit="starting from scratch would hide their loss, and no new checkpoint could be saved",

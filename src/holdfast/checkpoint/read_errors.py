@@ -1,7 +1,8 @@
 """Errors for checkpoints that cannot be read: damaged bytes, foreign content or a lost disk.
 
-The kind of error decides what happens next. A damaged checkpoint is moved aside, and an older one
-is used. In all other cases nothing on disk is changed, so that no good checkpoint is lost.
+The kind of error determines what happens next. A damaged checkpoint is moved aside, and an older
+checkpoint is used. In all other cases, nothing on disk is changed, so that no good checkpoint is
+lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 
-# Prefix that renames a damaged checkpoint, so that no run resumes from it.
+# Prefix added to the name of a damaged checkpoint, so that no run resumes from it.
 DAMAGED = "damaged-"
 # Exceptions that parsing a malformed manifest or header can raise.
 MALFORMED = (
@@ -26,7 +27,7 @@ MALFORMED = (
     OverflowError,
     struct.error,
 )
-# System errors after which the bytes may still be intact: a lack of resources, missing permissions
+# Errors after which the bytes on disk may still be intact: exhausted resources, missing permissions
 # or an unreachable network disk. EIO is excluded, because disks report it for lost bytes.
 _TEMPORARY = frozenset(
     {
@@ -64,8 +65,8 @@ def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> Che
     """Return an H311 error for a checkpoint whose digests match but whose contents are invalid.
 
     Another program may have written the checkpoint along with its digests. The checkpoint is not
-    moved aside, because the cause may also be a bug in holdfast, which must not cost a good
-    checkpoint.
+    moved aside, because the cause may also be a bug in holdfast, and a bug must not make a good
+    checkpoint unavailable.
 
     Args:
         checkpoint: The checkpoint.
@@ -90,7 +91,7 @@ def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> Che
 
 
 def unreadable(checkpoint: Path, error: OSError, file: str) -> CheckpointError | RunDirectoryError:
-    """Convert a system error to H311 if bytes are lost, otherwise to H307 (`out_of_reach_now`).
+    """Return an H311 error if bytes are lost, or an H307 error if they may still be intact.
 
     Args:
         checkpoint: The checkpoint.
@@ -121,7 +122,15 @@ def out_of_reach_now(checkpoint: Path, error: OSError) -> RunDirectoryError:
 
 @contextlib.contextmanager
 def reading(checkpoint: Path, component: str = "") -> Iterator[None]:
-    """Convert parsing errors of a verified checkpoint to H311 (see `not_ours`)."""
+    """Convert errors from parsing a verified checkpoint in the ``with`` block to H311 errors.
+
+    Args:
+        checkpoint: The checkpoint.
+        component: Name of the component that is being read, if any.
+
+    Raises:
+        CheckpointError: H311, see `not_ours`.
+    """
     try:
         yield
     except HoldfastError:
@@ -131,9 +140,10 @@ def reading(checkpoint: Path, component: str = "") -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and its shortened message."""
+    """Return the name of an exception's class and the beginning of its message."""
     return f"{type(error).__name__}: {str(error)[:_MAX_DETAIL_LENGTH]}"
 
 
 def _aside(checkpoint: Path) -> Path:
+    # This is the name that `newest.move_aside` gives to a damaged checkpoint.
     return checkpoint.with_name(DAMAGED + checkpoint.name)

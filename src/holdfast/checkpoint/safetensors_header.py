@@ -1,7 +1,8 @@
-"""Read where each tensor is in a safetensors file.
+"""Find the position of each tensor in a safetensors file.
 
-A safetensors file consists of the header's length (8 bytes), the header as JSON, and the bytes of
-the tensors. The format is specified at https://github.com/huggingface/safetensors#format.
+A safetensors file consists of the length of the header (an 8-byte integer), the header in JSON, and
+the bytes of the tensors. The format is specified at
+https://github.com/huggingface/safetensors#format.
 
 This module does not import torch.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from holdfast.core.files import open_to_read
 
-# Maximum size of a header according to the format.
+# Largest header that the format allows.
 _MAX_HEADER_BYTES = 100 * 10**6
 _LENGTH = struct.Struct("<Q")
 # Header key that the format reserves for metadata.
@@ -24,7 +25,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """The range ``[begin, end)`` of a tensor's bytes in its file."""
+    """The dtype and shape of a tensor, and the range ``[begin, end)`` of its bytes in the file."""
 
     name: str
     begin: int
@@ -35,7 +36,7 @@ class TensorPlace:
 
 
 def tensor_places(path: Path) -> tuple[int, list[TensorPlace]]:
-    """Return the number of bytes before the first tensor, and the position of each tensor.
+    """Return the number of bytes before the first tensor, and where each tensor is in the file.
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError, struct.error: The file is not a valid
@@ -44,6 +45,7 @@ def tensor_places(path: Path) -> tuple[int, list[TensorPlace]]:
     with open_to_read(path) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    # The offsets in the header are relative to the end of the header.
     start = _LENGTH.size + length
     places = []
     for name, entry in header.items():

@@ -1,9 +1,10 @@
-"""Write trees of state as one checkpoint.
+"""Save the training state as a checkpoint.
 
-Saving has two stages. `snapshot` gathers JSON and tensors. `write` writes them to disk, reads them
-back to verify them, writes the manifest and renames the folder. A snapshot in host buffers shares
-no memory with the live state, so another thread can write it while training continues. A snapshot
-without buffers refers to the live tensors and must be written before they change.
+Saving has two stages. `snapshot` gathers the state as JSON and tensors. `write` writes both to
+disk, reads the files back to verify them, writes the manifest and renames the folder. A snapshot in
+host buffers shares no memory with the live state, so another thread can write it while training
+continues. A snapshot without buffers refers to the live tensors and must be written before they
+change.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
 
 STATE_FILE = "state.json"
-# Extra space for headers, the manifest (about 250 bytes per tensor) and file system blocks.
+# Disk space that a checkpoint needs in addition to its tensors: for headers, the manifest (about
+# 250 bytes per tensor) and partly filled blocks of the file system.
 _SPARE_BYTES = 2**20
 _T = TypeVar("_T")
 # Extents by file and tensor name, as plain values that ranks can exchange.
@@ -36,35 +38,37 @@ _PlainExtents = dict[str, dict[str, dict[str, Any]]]
 
 
 class Writers:
-    """The processes that write a checkpoint together. This class is for a single process.
+    """The processes that write a checkpoint together. This base class represents a single process.
 
-    If several processes write a checkpoint, each writes its share and rank 0 commits.
+    If several processes write a checkpoint, each of them writes its share, and rank 0 commits the
+    checkpoint.
     """
 
     rank = 0
     are_several = False
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
-        """Run `work` in every process and return the results, which must be plain values.
+        """Run a function in every process, and return the results, which must be plain values.
 
-        An error in any process is raised in all of them.
+        If the function fails in any process, an error is raised in all of them.
         """
         return [work()]
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the first process, and return its result to all processes.
+        """Run a function in the first process only, and return its result in all processes.
 
-        An error is also raised in all of them.
+        If the function fails, an error is raised in all processes.
         """
         return work()
 
 
 def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -> list[_T]:
-    """Run a function on every rank and return the results of all ranks.
+    """Run a function on every rank, and return the results of all ranks in rank order.
 
     Args:
         work: The function. Its result must be a plain value.
-        exchange: Sends this rank's list to all ranks, and returns all ranks' lists in rank order.
+        exchange: Sends this rank's list to all ranks, and returns the lists of all ranks in rank
+            order.
 
     Raises:
         OSError: The function failed on another rank. An error on this rank is raised unchanged,
@@ -74,7 +78,7 @@ def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -
     result = None
     try:
         result = work()
-    # Raised below, after the other ranks have been notified.
+    # The exception is re-raised below, after the other ranks have been notified.
     except Exception as error:  # noqa: BLE001
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -89,9 +93,9 @@ def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The training state as JSON and live tensors, both by component.
+    """The training state as JSON values and live tensors, both by component name.
 
-    The JSON shares no memory with the live state.
+    The JSON values share no memory with the live state.
     """
 
     tensors: Groups
@@ -100,21 +104,22 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A state that `write` saves as a checkpoint."""
+    """The training state after a step, in the form that `write` saves."""
 
     global_step: int
     # Tensors by component and name: either copies in host buffers or the live tensors.
     tensors: Groups
     state: Mapping[str, Any]
-    # Only if `tensors` are copies: component and name of each live tensor, by memory location.
+    # The component and name of each live tensor, by memory location. Empty if `tensors` are the
+    # live tensors themselves.
     names_by_memory: Mapping[Memory, tuple[str, str]] = field(default_factory=dict)
 
     def size_bytes(self) -> int:
-        """Return the total size of the tensors."""
+        """Return the total size of the tensors in bytes."""
         return sum(tensor.nbytes for group in self.tensors.values() for tensor in group.values())
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy of a live tensor, or None if the snapshot has no copy."""
+        """Return the snapshot's copy of a live tensor, or None if there is no copy."""
         if tensor.layout != torch.strided:
             return None
         location = self.names_by_memory.get(memory_of(tensor))
@@ -128,7 +133,7 @@ def encode(components: Mapping[str, Any]) -> Encoded:
     """Convert each component's state to JSON and named tensors, without copying tensors.
 
     Raises:
-        CheckpointError: H310 if a value would need pickle, or the format cannot store it.
+        CheckpointError: H310 if a checkpoint cannot store a value.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     state: dict[str, Any] = {}
@@ -170,7 +175,7 @@ def snapshot(
     Args:
         components: Trees of state by component name, or the result of `encode`.
         global_step: Number of optimizer steps taken so far.
-        buffers: Memory for copies of the tensors. With None, the snapshot refers to the live
+        buffers: Memory to which the tensors are copied. With None, the snapshot refers to the live
             tensors.
 
     Raises:
@@ -199,7 +204,8 @@ def write(
 
     Args:
         store: Where to write the checkpoint.
-        shot: The snapshot. If several processes write the checkpoint, this process's share.
+        shot: The snapshot, or only this process's share of it if several processes write the
+            checkpoint.
         unix_seconds: Time of the save, recorded in the manifest.
         writers: The processes that write the checkpoint, or None for this process alone.
 
@@ -236,10 +242,10 @@ def _files_of(shares: list[_PlainExtents]) -> dict[str, dict[str, Extent]]:
 
 
 def _write_share(draft: Path, shot: Snapshot, rank: int) -> _PlainExtents:
-    """Write and verify the files of one writer, and return their extents.
+    """Write and verify the files of one rank, and return their extents.
 
-    Rank 0 writes its files at the top level of the checkpoint, every other rank into a folder of
-    its own.
+    Rank 0 writes its files at the top level of the checkpoint, and every other rank writes its
+    files to its own folder.
     """
     folder = f"rank{rank}/" if rank else ""
     files: dict[str, dict[str, Extent]] = {}

@@ -1,9 +1,9 @@
-"""Seal a checkpoint that a framework wrote: add a manifest with digests.
+"""Seal a checkpoint that a framework wrote, by adding a manifest with digests.
 
 For holdfast's own checkpoints, digests are computed from the tensors in memory (see ``saver``). A
-framework's checkpoint is sealed in two steps. Before the framework writes, its folder is marked as
-unfinished; afterwards, every file is flushed and read once to compute its digest. Errors that occur
-between memory and disk are therefore not detected.
+framework's checkpoint is sealed in two steps. Before the framework writes the checkpoint, its
+folder is marked as unfinished. Afterwards, every file is flushed and read once to compute its
+digest. Data that was corrupted on the way from memory to disk is therefore not detected.
 
 This module does not import torch.
 """
@@ -20,7 +20,7 @@ from holdfast.checkpoint.verify import digest, verify
 from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.files import SHARED, open_to_read
 
-# Marker file that is in a folder while a save is unfinished. It contains the manifest of the
+# Name of the file that marks a folder's save as unfinished. The file contains the manifest of the
 # folder's previous checkpoint, if there was one.
 UNFINISHED = "holdfast_unfinished"
 
@@ -41,7 +41,8 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def was_sealed(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was ever sealed, even if a later save started to replace it."""
+    """Return whether a checkpoint was ever sealed, even if a later save has begun to replace it."""
+    # A marker that is not empty contains the manifest of the sealed checkpoint.
     mark = checkpoint / UNFINISHED
     return is_sealed(checkpoint) or (mark.is_file() and mark.stat().st_size > 0)
 
@@ -57,7 +58,7 @@ def check(checkpoint: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Mark a folder as unfinished before a framework writes into it, and flush the mark to disk.
+    """Mark a folder as unfinished before a framework writes to it, and flush the marker to disk.
 
     The folder is created if it does not exist.
     """
@@ -73,7 +74,7 @@ def begin(folder: Path) -> None:
 
 
 def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
-    """Flush every file of a checkpoint and write a manifest with their digests.
+    """Flush every file of a checkpoint to disk, and write a manifest with the files' digests.
 
     The checkpoint may be a folder or a single file.
 
@@ -87,10 +88,11 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     for path in paths:
         fsync_path(path)
         files[path.relative_to(checkpoint).as_posix()] = _extents_of(path)
+    # A framework's checkpoint has no save number, so its step takes the place of the number.
     manifest = Manifest(
         save_id=global_step, global_step=global_step, unix_seconds=unix_seconds, files=files
     )
-    # Written atomically, because half a manifest would look like a damaged checkpoint.
+    # The manifest is replaced atomically, because an incomplete one would look like damage.
     replace_file(manifest_path, manifest.to_bytes(), SHARED)
     folders = {path.parent for path in paths}
     for folder in folders | {manifest_path.parent, checkpoint.parent}:
@@ -100,7 +102,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
-    """Return the files to seal: all except links and holdfast's marker file."""
+    """Return the files to seal: all files except symbolic links and holdfast's marker file."""
     if checkpoint.is_file():
         candidates = [checkpoint]
     else:
@@ -109,7 +111,11 @@ def _files_of(checkpoint: Path) -> list[Path]:
 
 
 def _extents_of(path: Path) -> dict[str, Extent]:
-    """Return a file's extents: one per tensor for a safetensors file, otherwise a single one."""
+    """Return a file's extents by name.
+
+    A safetensors file has an extent for its header and one for each tensor. Any other file has a
+    single extent.
+    """
     if path.suffix == ".safetensors":
         # The file may not be a safetensors file despite its suffix.
         with contextlib.suppress(*MALFORMED):

@@ -1,16 +1,16 @@
-"""The folder that contains a run's checkpoints: commit, list, find the newest good one, prune.
+"""Commit, list and prune the checkpoints of a run, and find the newest good one.
 
-This module does not import torch. The folder has three kinds of entries:
+This module does not import torch. The folder of a run's checkpoints has three kinds of entries:
 
-    000012-step00000600/          a complete checkpoint, renamed to this after all files were
-                                  verified and flushed
+    000012-step00000600/          a complete checkpoint, which got this name after all its files
+                                  had been verified and flushed
     .tmp-000013-step00000650/     a draft: the save is still running or was killed; drafts are
                                   removed when the run starts again
     damaged-000011-step00000550/  a checkpoint that failed verification; kept until newer good
                                   checkpoints have replaced it
 
-Renaming the folder commits the checkpoint, so no separate record can disagree with it. The leading
-number orders the checkpoints, even after a rollback to an earlier step.
+Renaming a draft commits the checkpoint, so there is no separate record that could contradict the
+folder. The leading number orders the checkpoints, even after a rollback to an earlier step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A checkpoint whose name says that it is complete. Its files have not been read yet."""
+    """A checkpoint whose name shows that it is complete. Its files have not been read yet."""
 
     path: Path
     # Number of the save. A newer checkpoint has a larger number.
@@ -44,12 +44,16 @@ class Entry:
     global_step: int
 
     def verify(self) -> Manifest:
-        """Check every byte and return the manifest; see `holdfast.checkpoint.verify.verify`."""
+        """Verify every byte and return the manifest (see `holdfast.checkpoint.verify.verify`)."""
         return verify(self.path)
 
 
 class Store:
-    """The checkpoints of one run directory. Their folder is created by the first save."""
+    """The checkpoints of a run. The first save creates the folder in which they are stored.
+
+    Args:
+        directory: The folder.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -59,7 +63,7 @@ class Store:
         return self._entries_with(prefix="")
 
     def damaged(self) -> list[Entry]:
-        """Return the checkpoints that were moved aside, newest first."""
+        """Return the checkpoints that failed verification and were moved aside, newest first."""
         return self._entries_with(prefix=DAMAGED)
 
     def _entries_with(self, prefix: str) -> list[Entry]:
@@ -80,13 +84,13 @@ class Store:
         *,
         before_step: int | None = None,
     ) -> Entry | None:
-        """Return the newest checkpoint that verifies.
+        """Return the newest checkpoint that passes verification, or None if there is none.
 
         Args:
             on_damaged: Called for each damaged checkpoint with its original path and the reason,
                 after the checkpoint has been moved aside. With None, nothing is moved.
             before_step: If given, only checkpoints up to and including this step are considered,
-                and None is returned if none of them verifies.
+                and None is returned if none of them passes verification.
 
         Raises:
             HoldfastError: See `holdfast.checkpoint.newest.newest_good`.
@@ -112,12 +116,12 @@ class Store:
             raise nothing_verifies(self.directory, len(damaged), "all are already marked damaged")
 
     def next_save_id(self) -> int:
-        """Return a save number that is larger than those of all existing checkpoints."""
+        """Return a save number that is larger than the numbers of all existing checkpoints."""
         used = [entry.save_id for entry in self.entries() + self.damaged()]
         return max(used, default=0) + 1
 
     def begin(self, global_step: int, *, needed_bytes: int = 0) -> tuple[Path, int]:
-        """Create an empty draft folder for a save, and return the folder and the save's number.
+        """Create an empty draft for a save, and return the draft's path and the save's number.
 
         Raises:
             OSError: The disk has less free space than needed, or the folder cannot be created.
@@ -138,10 +142,10 @@ class Store:
     def commit(self, draft: Path, manifest: Manifest) -> Entry:
         """Write the manifest and rename the draft to its final name.
 
-        The files of the draft must already be flushed.
+        The files of the draft must already have been flushed to disk.
 
         Raises:
-            OSError: The disk is full or fails. The draft keeps its temporary name in this case.
+            OSError: The disk is full or fails. In this case, the draft keeps its temporary name.
         """
         write_file(draft / FILE_NAME, manifest.to_bytes())
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
@@ -151,30 +155,31 @@ class Store:
     def clean_up(self) -> None:
         """Remove the drafts left behind by killed saves.
 
-        May only be called by the process that holds the run directory's lock.
+        Only the process that holds the run directory's lock may call this method.
         """
         for path in paths_in(self.directory):
             if path.name.startswith(_TEMPORARY):
                 remove(path)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
-        """Delete all but the newest checkpoints, and never the last good one.
+        """Delete all but the newest checkpoints, but never delete the last good checkpoint.
 
         Args:
-            keep: Number of checkpoints to keep. More are kept if none of the newest ones verifies.
-            known_good: A checkpoint that was just verified. Without it, checkpoints are verified,
-                newest first, until a good one is found.
+            keep: Number of checkpoints to keep. More are kept if none of the newest ones passes
+                verification.
+            known_good: A checkpoint that has just been verified. With None, checkpoints are
+                verified, newest first, until a good one is found.
 
         Returns:
             The paths of the deleted checkpoints.
 
         Raises:
-            RunDirectoryError: H307 if a checkpoint is temporarily unreadable. Nothing is deleted in
-                this case.
+            RunDirectoryError: H307 if a checkpoint is temporarily unreadable. In this case, nothing
+                is deleted.
         """
         entries = self.entries()
-        # A later save of the same step (after a change that involved no step) replaces the earlier
-        # save, and does not count as an additional checkpoint.
+        # If the same step was saved again, for example after a change between two steps, the later
+        # checkpoint replaces the earlier one and does not count as an additional checkpoint.
         replaced = _replaced_by(known_good, entries)
         entries = [entry for entry in entries if entry not in replaced]
         keep = max(keep, 1)
@@ -182,6 +187,7 @@ class Store:
             while keep < len(entries) and not any(_verifies(entry) for entry in entries[:keep]):
                 keep += 1
         surplus = entries[keep:] + replaced
+        # Damaged checkpoints are deleted once all checkpoints that are kept are newer.
         if len(entries) >= keep:
             oldest_kept = entries[keep - 1].save_id
             surplus += [entry for entry in self.damaged() if entry.save_id < oldest_kept]
@@ -195,16 +201,17 @@ def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
 
     Use the checkpoint's ``global_step`` and ``path`` for decisions that a script makes before it
     builds its model and optimizer. For example, parameter groups that were added during training
-    must be added again before a resume. Verifies every byte and changes nothing on disk.
+    must be added again before a resume. This function verifies every byte of the checkpoint and
+    changes nothing on disk.
 
     Raises:
-        HoldfastError: H312, H307 or H303, as `Guard` would raise.
+        HoldfastError: H312, H307 or H303, in the same cases as `Guard`.
     """
     return Store(Path(run_dir).expanduser() / "checkpoints").newest_good()
 
 
 def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the older checkpoints of the same step as `newer`."""
+    """Return the checkpoints that are older than `newer` but were saved after the same step."""
     if newer is None or newer not in entries:
         return []
     return [
@@ -215,7 +222,7 @@ def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _delete(entry: Entry) -> None:
-    # Rename the folder first, so that a half-deleted checkpoint never looks complete.
+    # The folder is renamed first, so that a partly deleted checkpoint never looks complete.
     doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
     entry.path.rename(doomed)
     remove(doomed)

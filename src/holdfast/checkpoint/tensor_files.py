@@ -28,8 +28,8 @@ from holdfast.checkpoint.safetensors_header import tensor_places
 from holdfast.core.files import SHARED, create_file, open_to_read
 
 SUFFIX = ".safetensors"
-# Bytes written and hashed at a time: large enough that the GIL is rarely taken, and small enough to
-# fit into the CPU caches.
+# Number of bytes written and hashed at a time. It is large enough that the GIL is rarely acquired,
+# and small enough that the bytes fit into the CPU caches.
 _CHUNK_BYTES = 4 * 2**20
 _DTYPES = {name: dtype for dtype, name in SAVED_AS.items()}
 # The format requires the header's length to be a multiple of this number of bytes.
@@ -57,14 +57,14 @@ ShareOf = Callable[[str, torch.Size], Share | None]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Extent]:
-    """Write a safetensors file, flush it to disk, and return its extents.
+    """Write a safetensors file, flush it to disk, and return its extents by name.
 
-    The digests are computed from the tensors in memory.
+    The digests in the extents are computed from the tensors in memory.
 
     Raises:
         OSError: The disk is full or fails.
     """
-    # Tensors are sorted by decreasing element size, so that each one is aligned in the file.
+    # Tensors are sorted by decreasing element size, so that each tensor is aligned in the file.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors)
     extents = {HEADER: Extent(begin=0, end=len(header), sha256=hashlib.sha256(header).hexdigest())}
@@ -102,6 +102,7 @@ def _header(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> bytes:
         }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format allows spaces after the JSON.
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
@@ -115,7 +116,10 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
-    """Return whether the digest in an extent matches this tensor. Reads the tensor once."""
+    """Return whether a tensor has the dtype, shape and digest in an extent.
+
+    The tensor is read once.
+    """
     if (extent.dtype, extent.shape) != (SAVED_AS[tensor.dtype], tuple(tensor.shape)):
         return False
     sha256 = hashlib.sha256()
@@ -129,7 +133,7 @@ def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedRows:
-    """The rows of a tensor that one writer saved, and their position in its file."""
+    """The rows of a tensor that one rank saved, and their position in that rank's file."""
 
     file: BufferedReader
     # Offset of the first byte in the file.
@@ -142,15 +146,17 @@ class _SavedRows:
 def read_tensors(
     paths: Sequence[Path], into: Mapping[str, torch.Tensor], share_of: ShareOf
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors of one component, into the live tensors where possible.
+    """Return the tensors of one component by name, read into live tensors where possible.
 
     At most one tensor at a time is in memory twice.
 
     Args:
-        paths: The files of all writers, in the order of the rows that they contain.
+        paths: The component's files from all ranks, in the order of the rows that they contain.
         into: Live tensors by name, to be overwritten in place. A new tensor is created on the host
-            where no live tensor has the saved dtype and shape, or where it is expanded.
-        share_of: Returns the rows to read of each tensor.
+            if there is no live tensor with the saved dtype and shape, or if the live tensor is
+            expanded.
+        share_of: Given a tensor's name and full shape, returns the rows to read, or None for all
+            rows.
 
     Raises:
         CheckpointError: H311 if a file is too short.
@@ -179,13 +185,15 @@ def read_tensors(
 def _read_tensor(
     name: str, parts: Sequence[_SavedRows], target: torch.Tensor | None, share_of: ShareOf
 ) -> torch.Tensor:
-    """Read a tensor from the files of all its writers.
+    """Read a tensor, or some of its rows, from the files of all ranks, and return it.
 
     Args:
         name: The tensor's name.
         parts: The rows of the tensor in each file, in order.
-        target: A live tensor, which is overwritten if it has the saved dtype and shape.
-        share_of: Returns the rows to read, or None for all rows.
+        target: A live tensor, which is overwritten if it has the saved dtype and shape and is not
+            expanded. May be None.
+        share_of: Given the tensor's name and full shape, returns the rows to read, or None for all
+            rows.
     """
     dtype = parts[0].dtype
     shape = _full_shape(parts)
@@ -193,6 +201,7 @@ def _read_tensor(
     last_byte = sum(part.size_bytes for part in parts)
     share = share_of(name, shape)
     if share is not None:
+        # All rows have the same size, and they are stored one after another.
         size_bytes = last_byte
         first_byte = size_bytes * share.begin // shape[0]
         last_byte = size_bytes * share.end // shape[0]
@@ -209,7 +218,7 @@ def _read_tensor(
 
 
 def _full_shape(parts: Sequence[_SavedRows]) -> torch.Size:
-    """Return the full shape of a tensor whose rows may have been saved by several writers."""
+    """Return the full shape of a tensor whose rows may have been saved by several ranks."""
     if len(parts) == 1:
         return parts[0].shape
     rows = sum(part.shape[0] for part in parts)
@@ -232,6 +241,7 @@ def _read_bytes(
         end = min(last_byte - position, part.size_bytes)
         if begin < end:
             part.file.seek(part.begin + begin)
+            # `raw` begins with the byte at `first_byte` of the tensor.
             destination = raw[position + begin - first_byte : position + end - first_byte]
             if part.file.readinto(destination.data) != end - begin:
                 path = Path(part.file.name)

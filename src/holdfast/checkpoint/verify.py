@@ -22,7 +22,9 @@ from holdfast.checkpoint.read_errors import MALFORMED, damaged, unreadable
 from holdfast.checkpoint.safetensors_header import TensorPlace, tensor_places
 from holdfast.core.files import open_to_read
 
+# Number of bytes read at a time.
 _CHUNK_BYTES = 4 * 2**20
+# Number of hexadecimal digits of a digest that an error message shows.
 _SHOWN_DIGITS = 12
 
 
@@ -50,6 +52,11 @@ def verify(checkpoint: Path) -> Manifest:
 def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
     """Verify every byte of one file in a checkpoint.
 
+    Args:
+        checkpoint: The checkpoint.
+        name: Name of the file in the manifest.
+        extents: The expected extents of the file.
+
     Raises:
         CheckpointError: H311 if the file is missing or its bytes differ from the manifest.
         RunDirectoryError: H307 if the file is temporarily unreadable.
@@ -65,7 +72,7 @@ def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
                 f" {expected_bytes:,}",
             )
         with open_to_read(path) as file:
-            # Read the extents in file order.
+            # Extents are read in the order in which they are stored.
             for key, extent in sorted(extents.items(), key=lambda item: item[1].begin):
                 _verify_extent(checkpoint, file, key, extent)
     except OSError as error:
@@ -89,6 +96,7 @@ def digest(file: BinaryIO, begin: int, end: int) -> str:
     left_bytes = end - begin
     while left_bytes:
         chunk = file.read(min(left_bytes, _CHUNK_BYTES))
+        # The file is too short, so the digest will not match.
         if not chunk:
             break
         sha256.update(chunk)
@@ -97,7 +105,7 @@ def digest(file: BinaryIO, begin: int, end: int) -> str:
 
 
 def _file_in(checkpoint: Path, name: str) -> Path:
-    """Return the path of one file in a checkpoint.
+    """Return the path of a file in a checkpoint, or of the checkpoint itself if it is a file.
 
     Raises:
         CheckpointError: H311 if a symbolic link leads out of the checkpoint.
@@ -113,7 +121,7 @@ def _file_in(checkpoint: Path, name: str) -> Path:
 def _matches_header(path: Path, extents: Extents) -> bool:
     """Return whether the header of a safetensors file matches the manifest.
 
-    The size of each tensor must also match its dtype and shape.
+    The number of bytes of each tensor must also match the tensor's dtype and shape.
     """
     try:
         header_bytes, places = tensor_places(path)
@@ -135,7 +143,10 @@ def _matches(place: TensorPlace, extent: Extent) -> bool:
 
 
 def _bits_of(dtype: str) -> int:
-    """Return the bits per element of a safetensors dtype, which are in its name: F8_E4M3 has 8."""
+    """Return the number of bits per element of a safetensors dtype.
+
+    The number is in the dtype's name, except for BOOL. For example, F8_E4M3 has 8 bits.
+    """
     if dtype == "BOOL":
         return 8
     return int(dtype.partition("_")[0].lstrip("BFIUC"))

@@ -1,4 +1,4 @@
-"""Load samples: their order, their random numbers, and the workers that read them.
+"""Load samples in a reproducible order and with reproducible random numbers.
 
 Entry points:
 
@@ -16,15 +16,17 @@ Contents:
   resume restores the order:** `order/orders.py` computes the order from (seed, epoch), so a resume
   only needs the position in the epoch. If the user passes a sampler, `order/sampler_order.py` draws
   the order from it; its docstring explains how the sampler's state is restored.
-- `workers`: how batches are made in worker processes. **How a lost worker is replaced:**
-  `workers/recovery.py` detects the loss and starts new workers. Before that, it may reduce the
-  number of workers or quarantine a sample; the table in `workers/remedies.py` decides.
+- `workers`: makes batches in worker processes. **How a lost worker is replaced:**
+  `workers/recovery.py` detects the loss and starts new workers. Before it starts them, it may
+  reduce the number of workers or quarantine a sample, as the table in `workers/remedies.py`
+  determines.
 - `streams`: iterable datasets.
 - `samplers`: finds the samplers of any loader.
 - `quarantine`: the ledger of samples that are skipped because they cannot be read.
 - `seeds`: the seed of each sample.
-- `machine`, `device`, `signalled`: the machine's limits, copying to an accelerator, and exceptions
-  raised by signal handlers.
+- `machine`: warns if the machine has too few resources for the workers.
+- `device`: copies batches to an accelerator.
+- `signalled`: recognizes exceptions that were raised by signal handlers.
 
 Read `loader` first, then `order.batches`, then `workers` in the order given in its docstring.
 """

@@ -1,4 +1,4 @@
-"""Check the arguments of `DataLoader`, and derive its batches and ranks from them."""
+"""Check the arguments of `DataLoader`, and derive batches, ranks and worker options from them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check_options(arguments: Arguments) -> None:
 
 
 def _check_samplers(arguments: Arguments) -> None:
-    """Check that an `Order` is passed as ``sampler`` and has the length of the dataset."""
+    """Check that any `Order` is passed as ``sampler`` and has the same length as the dataset."""
     batch_sampler = arguments.get("batch_sampler")
     if isinstance(batch_sampler, Order):
         raise _unusable(
@@ -184,12 +184,16 @@ def options_for_torch(loader: Any, *, generator: Any, keep_workers: bool) -> dic
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks.
+    """Return this process's rank and the number of ranks.
 
-    They are taken from ``torch.distributed`` unless the user passed them.
+    Both are taken from ``torch.distributed`` unless the user passed them.
+
+    Args:
+        rank: See `DataLoader`.
+        world_size: See `DataLoader`.
 
     Raises:
-        LoaderError: H607 if only one of them was passed, or the rank is out of range.
+        LoaderError: H607 if only one of the two was passed, or if the rank is out of range.
     """
     if rank is None and world_size is None:
         return ranks_now((0, 1))
@@ -231,7 +235,7 @@ def plan_batches(
     repeats: bool | None,
     ranks_were_passed: bool,
 ) -> EpochBatches:
-    """Return how the samples of a map-style dataset are grouped into batches.
+    """Return an object that groups the samples of a map-style dataset into batches.
 
     Args:
         loader: The `DataLoader`, after torch's ``__init__`` has run and its seed is set.
@@ -285,6 +289,7 @@ def plan_batches(
 
 
 def _check_loader_divides(sampler: Any, batch_sampler: Any, ranks: tuple[int, int]) -> None:
+    # The loader divides an `Order` among ranks, but not a sampler that the user wrote.
     own_sampler = batch_sampler
     if batch_sampler is None and not isinstance(sampler, Order):
         own_sampler = sampler
@@ -310,7 +315,7 @@ def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
         state: The state returned by `DataLoader.state_dict`.
 
     Raises:
-        LoaderError: H604 if the state is not a position, or belongs to another order.
+        LoaderError: H604 if the state is not a position, or was saved with a different order.
     """
     problems = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
     if not problems:

@@ -18,7 +18,10 @@ from holdfast.core.errors import LoaderError
 
 
 def find_copy_target(device: torch.device | str | None) -> torch.device | None:
-    """Return the device to copy batches to, or None if the device is None or the CPU.
+    """Return the device to which batches are copied, or None if they stay on the CPU.
+
+    Args:
+        device: The user's ``device`` argument.
 
     Raises:
         LoaderError: H607 if the device does not exist.
@@ -50,7 +53,7 @@ def _find_problem(target: torch.device) -> str:
     try:
         module: Any = torch.get_device_module(target)
     except RuntimeError:
-        # A device without a backend, such as "meta", has no module.
+        # A device without a backend, such as "meta", has no module and is always usable.
         return ""
     if hasattr(module, "is_available") and not module.is_available():
         return "torch does not find this device"
@@ -60,10 +63,11 @@ def _find_problem(target: torch.device) -> str:
 
 
 def move_to_device(node: Any, target: torch.device | None) -> Any:
-    """Return a copy of a tree in which every tensor is on a device.
+    """Return a tree in which every tensor has been copied to a device.
 
     Tensors are found in dicts, lists, tuples, named tuples and dataclasses. Objects that have a
-    ``to`` method are moved by calling it. Parts without tensors are not copied.
+    ``to`` method are moved by calling this method. Parts of the tree without tensors are not
+    copied.
 
     Args:
         node: The tree, such as a batch.
@@ -74,7 +78,7 @@ def move_to_device(node: Any, target: torch.device | None) -> Any:
     # Objects with a `to` method move themselves. The exception is UserDict: the `to` method of a
     # subclass, such as Hugging Face's BatchEncoding, changes the object in place.
     if callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict)):
-        # torch guarantees that later work waits for a non-blocking copy only for tensors on CUDA.
+        # Only on CUDA does torch guarantee that later work waits for a non-blocking copy.
         is_tensor = isinstance(node, (torch.Tensor, PackedSequence))
         if is_tensor and target.type == "cuda":
             return node.to(target, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The iterator over an epoch's batches, and a registry of unfinished iterators for the guard."""
+"""The iterator over the batches of an epoch, and a registry of the iterators in progress."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class FailedBatch(NamedTuple):
-    """An error that a loader yields in place of a batch.
+    """An error that takes the place of a batch until `Epoch` raises it.
 
-    `Epoch` raises the error. Raising it earlier would end the generators that yield the batches.
+    Raising the error earlier would end the generators that yield the batches.
     """
 
     error: Exception
@@ -26,11 +26,11 @@ class Epoch:
         loader: The `DataLoader` that the batches come from.
     """
 
-    # Unfinished iterators that have returned a batch since the last `take_unkept_loaders`. The
-    # references are weak, so abandoned iterators disappear from the set.
+    # Unfinished iterators that have returned a batch since the last call of `take_unkept_loaders`.
+    # The references are weak, so abandoned iterators disappear from the set.
     under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
 
-    # Number of batches returned by all loaders of this process.
+    # Number of batches that all loaders of this process have returned.
     handed_out: ClassVar[int] = 0
 
     def __init__(self, batches: Generator[Any], loader: Any) -> None:

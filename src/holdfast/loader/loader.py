@@ -56,12 +56,13 @@ _log = logging.getLogger("holdfast")
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces lost workers.
+    """A `torch.utils.data.DataLoader` that resumes exactly and replaces lost workers.
 
-    Each ``iter()`` starts an epoch, as in torch, and `state_dict` returns the position. Workers
-    that die, are stopped or hang are replaced, and the training loop gets the same batches as
-    without the failure. A sample that cannot be read is retried once and then quarantined: the next
-    readable sample in the epoch's order takes its place.
+    It is a drop-in replacement for torch's loader. Each ``iter()`` starts an epoch, as in torch,
+    and `state_dict` returns the position. Workers that die, are stopped or hang are replaced, and
+    the training loop gets the same batches as without the failure. A sample that cannot be read is
+    retried once and then quarantined: the next readable sample in the epoch's order takes its
+    place.
 
     Under ``torch.distributed``, the samples are divided among the ranks that exist when an epoch
     begins. If you pass a ``batch_sampler`` or ``sampler``, it decides which samples this rank gets,
@@ -83,7 +84,7 @@ class DataLoader(TorchDataLoader[Any]):
         seed: Determines the order of every epoch and the random numbers of every sample, which
             ``torch.manual_seed`` does not affect. If you pass torch's ``generator``, its initial
             seed is used instead. If you zip two loaders, give them different seeds. Otherwise, two
-            loaders of the same length are shuffled identically.
+            datasets of the same length are shuffled identically.
         quarantine: The maximum number of quarantined samples, given either as a count or as a
             fraction of the dataset (below 1). A fraction always allows at least one sample. With 0,
             a sample that raises an exception ends the epoch.
@@ -100,8 +101,9 @@ class DataLoader(TorchDataLoader[Any]):
             stay on the host.
         **kwargs: As in torch. ``timeout`` is how long the loop waits for a batch before the workers
             are replaced. Without a timeout, a worker counts as stuck if it spends more than a
-            minute on one sample, or more than eight times the longest time so far, whichever is
-            longer. Starting a worker, including ``worker_init_fn``, may take ten times as long.
+            minute on one sample, or more than eight times the longest time that any sample has
+            taken so far, whichever is longer. Starting a worker, including ``worker_init_fn``, may
+            take ten times as long.
             ``in_order=False`` is ignored: batches always arrive in order, because the position is a
             single number.
 
@@ -175,21 +177,22 @@ class DataLoader(TorchDataLoader[Any]):
         # Whether batches of the current epoch have been requested.
         self._under_way = False
         self._host_epochs = HostEpochs(self)
-        # Whether another rank also gets this rank's last batch, because fewer samples were left
-        # than there are ranks.
+        # Whether a lower rank also gets the batch that was last returned, because fewer samples
+        # were left than there are ranks.
         self.batch_is_repeated = False
         self._initial_state = InitialState()
 
-        # Whether the position is saved: a guard iterates this loader, or `state_dict` was called.
+        # Whether the position is saved, because the loader is part of a run or `state_dict` was
+        # called.
         self.is_kept = False
         self._record: Callable[[EventData], None] | None = None
         self._sampler_was_reported = False
-        # The rules of `machine` that have been reported.
+        # The ids of the rules in `machine` that have been reported.
         self._reported_rules: set[str] = set()
         # Whether the machine must be checked again once the size of a batch is known.
         self._machine_is_unchecked = self.num_workers > 0
 
-        # A private generator, so that starting an epoch does not advance torch's global generator.
+        # This generator is private, so that starting an epoch does not advance torch's global one.
         self._worker_seeds = SeededGenerator()
         keep_workers = arguments.get("persistent_workers", False) and not self._iterable
         settings = WorkerSettings(
@@ -201,15 +204,15 @@ class DataLoader(TorchDataLoader[Any]):
             timeout_seconds=arguments.get("timeout", 0),
             keep=keep_workers,
         )
-        # A weak reference, because a bound method would create a reference cycle. Persistent
-        # workers must end when the last reference to the loader is gone, not at a later garbage
-        # collection.
+        # `WeakCall` holds a weak reference, because a bound method would create a reference cycle.
+        # Persistent workers must end when the last reference to the loader is gone, not at a later
+        # garbage collection.
         self._recovery = WorkerRecovery(settings, WeakCall(self, "_emit"))
 
     # --- events -----------------------------------------------------------------------------------
 
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
-        """Send events to `record`, and store the quarantine ledger in the run directory."""
+        """Send all later events to `record`, and store the quarantine ledger in `run_dir`."""
         self._record = record
         self.is_kept = True
         self.ledger.keep_in(run_dir / FILE_NAME)
@@ -221,7 +224,12 @@ class DataLoader(TorchDataLoader[Any]):
             _log.warning("%s", data)
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
-        """Quarantine a sample: from the next epoch on, another sample takes its place.
+        """Quarantine a sample, so that another sample takes its place from the next epoch on.
+
+        Args:
+            index: Dataset index of the sample.
+            kind: See `Quarantined`.
+            evidence: See `Quarantined`.
 
         Raises:
             LoaderError: H612 if the quarantine is full.
@@ -331,11 +339,12 @@ class DataLoader(TorchDataLoader[Any]):
     def _receive_batches(
         self, source: MapSource | StreamSource, drawn: Drawn | None
     ) -> Generator[tuple[Any, LoaderPosition | None]]:
-        """Yield batches, each with the position after it, or `FailedBatch` with None."""
+        """Yield each batch with the position after it. A `FailedBatch` is yielded with None."""
         self._warn_if_nothing_is_left()
         if self._machine_is_unchecked:
             self._check_machine()
-        # Set here, so that this epoch is still the next one if a check above raises an error.
+        # This is not set earlier, so that this epoch is still the next one if a check above raises
+        # an error.
         self._under_way = True
         consumed_batches = self._position.consumed
         with contextlib.closing(self._recovery.batches(source)) as received:
@@ -345,7 +354,7 @@ class DataLoader(TorchDataLoader[Any]):
                     yield FailedBatch(as_error(report.fatal, report)), None
                     continue
                 if self._machine_is_unchecked:
-                    # The first batch shows how large batches are.
+                    # The size of a batch, which the check uses, is only known now.
                     self._check_machine(batch)
                     self._machine_is_unchecked = False
                 self._draws |= report.draws
@@ -356,7 +365,7 @@ class DataLoader(TorchDataLoader[Any]):
                     yield batch, LoaderPosition(consumed_batches, None, parts, source.turn)
 
     def _warn_if_nothing_is_left(self) -> None:
-        """Warn if the epoch has no batches left, unless the host has set exactly this epoch."""
+        """Warn if the epoch has no batches left, unless ``set_epoch`` was called for this epoch."""
         if self._epoch_batches is None or not self._position.consumed:
             return
         if self._epoch_batches.steps_after(self._position.consumed):
@@ -370,7 +379,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
 
     def _report_changed_sampler(self) -> None:
-        """Warn once if the loop changes the sampler between epochs, which is not saved."""
+        """Warn once if the loop changes the sampler between epochs, since this is not saved."""
         sampler = self._sampler
         if sampler is None or not sampler.changed_by_others or self._sampler_was_reported:
             return
@@ -459,9 +468,10 @@ class DataLoader(TorchDataLoader[Any]):
     # --- position ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned batch, in JSON values.
+        """Return the position after the last returned batch, as JSON values.
 
-        If the stream or the sampler has its own ``state_dict``, its result is included unchanged.
+        If the stream or the sampler has its own ``state_dict``, the result of this method is
+        included unchanged.
         """
         self.is_kept = True
         return self.with_sampler(self.position())
@@ -473,6 +483,7 @@ class DataLoader(TorchDataLoader[Any]):
             "consumed": self._position.consumed,
             "order": self._identity(),
         }
+        # The host's number for the epoch is saved only if it differs from the loader's own number.
         if self._host_epochs.current not in (None, self._epoch):
             state["named"] = self._host_epochs.current
         if self._position.drawn is not None:
@@ -490,7 +501,7 @@ class DataLoader(TorchDataLoader[Any]):
         return self.with_sampler(state)
 
     def with_sampler(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Add the state of the user's sampler to the result of `position`."""
+        """Return the result of `position`, with the state of the user's sampler added to it."""
         if self._sampler is None:
             return position
         sampler_state = self._sampler.state_dict(position["epoch"])
@@ -508,11 +519,11 @@ class DataLoader(TorchDataLoader[Any]):
         self._host_epochs.named = int(epoch)
 
     def go_to(self, epoch: int) -> None:
-        """Make the next ``iter()`` start this epoch from its beginning."""
+        """Make the next ``iter()`` start at the beginning of the given epoch."""
         self._move_to(epoch)
         self._host_epochs.note_position(epoch)
         if self._sampler is not None:
-            # Discard an epoch that was set on the sampler before.
+            # Any epoch that was set on the sampler before this call is discarded.
             self._sampler.take_epoch_set()
 
     def _move_to(self, epoch: int) -> None:
@@ -522,14 +533,17 @@ class DataLoader(TorchDataLoader[Any]):
         self._under_way = False
 
     def _identity(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to refer to the same samples."""
+        """Return the properties of this loader that must be the same when a position is loaded.
+
+        If they are, the position refers to the same samples as in the run that saved it.
+        """
         if self._epoch_batches is not None:
             return {"seed": self.seed, **self._epoch_batches.identity()}
         workers = max(1, self.num_workers) if self.sharded else None
         return {"seed": self.seed, "counts": "batches", "kind": "stream", "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position at the next ``iter()``.
+        """Make the next ``iter()`` continue from a position that `state_dict` returned.
 
         Raises:
             LoaderError: H604 if `state` is not a position, or would refer to different samples in
@@ -547,5 +561,5 @@ class DataLoader(TorchDataLoader[Any]):
         self._position = position
 
     def close(self) -> None:
-        """End the workers that are kept alive by ``persistent_workers``."""
+        """Shut down the workers that ``persistent_workers`` keeps alive."""
         self._recovery.close()

@@ -1,7 +1,7 @@
-"""Detect when the machine has too few resources for the loader's workers.
+"""Warn if the machine has too few resources for the loader's workers.
 
-The limits are read from Linux system files. A limit that cannot be read counts as unlimited. This
-module only reports problems and changes nothing.
+The machine's limits are read from Linux system files. A limit that cannot be read counts as
+unlimited. This module only reports problems and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.loader.splitting import tensors_in
 # The file system for shared memory. holdfast only reads its size and creates no files in it.
 _SHARED_MEMORY_FOLDER = "/dev/shm"  # noqa: S108
 
-# torch's default if there are workers.
+# torch's default for loaders with workers.
 _DEFAULT_PREFETCH_FACTOR = 2
 
 
@@ -72,6 +72,7 @@ class Load:
         storage_bytes = {}
         for tensor in tensors_in(batch):
             if tensor.layout is torch.strided and not tensor.is_nested:
+                # The address identifies a storage, except that several storages may have address 0.
                 storage = tensor.untyped_storage()
                 storage_bytes[storage.data_ptr() or id(tensor)] = storage.nbytes()
         return cls(
@@ -89,7 +90,7 @@ class Load:
 
 
 def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
-    """Yield a warning for each resource of the machine that is too small for the workers."""
+    """Yield a warning for each resource of the machine that is insufficient for the workers."""
     if load.num_workers > machine.cpu_quota:
         whole_processors = max(1, math.floor(machine.cpu_quota))
         yield Preflight(

@@ -12,14 +12,15 @@ from holdfast.loader.streams.stream import StreamPosition
 
 
 class LoaderPosition(NamedTuple):
-    """The position of a loader in an epoch, after a batch.
+    """The position of a loader in an epoch, between two batches.
 
     Args:
         consumed: Number of samples returned so far, on all ranks together. For a batch sampler or a
             stream, the number of batches.
-        indices: Dataset indices of the samples in the batch, or None if unknown.
-        stream: The position in each part of a stream. Must not be modified. (A read-only view could
-            not be pickled.)
+        indices: Dataset indices of the samples in the batch before the position, or None if
+            unknown.
+        stream: The position in each part of a stream, by the number of the part. This dict must not
+            be modified. (A read-only view could not be pickled.)
         turn: The worker that provides the next batch, in a stream that divides its items among
             workers itself.
         drawn: Identifies the order drawn from the user's sampler, or None if there is no sampler.
@@ -43,7 +44,7 @@ class LoaderPosition(NamedTuple):
         return [int(index) for index in self.indices]
 
     def stream_state(self) -> dict[str, Any]:
-        """Return the position in a stream, for the loader's ``state_dict``."""
+        """Return the position in a stream in the form stored in the loader's ``state_dict``."""
         parts = [
             [shard, position.items, position.state, position.ended]
             for shard, position in sorted(self.stream.items())
@@ -59,7 +60,8 @@ class LoaderPosition(NamedTuple):
             for shard, items, dataset_state, ended in stream_state["parts"]
         }
         drawn = None
-        # At the beginning of an epoch, the order need not match, so it is not compared.
+        # At the beginning of an epoch, the order may differ from the saved run, so its digest is
+        # ignored.
         if state["consumed"] and "drawn" in state:
             drawn = Drawn(state["drawn"], state.get("drawn_rank"))
         return cls(state["consumed"], None, stream, stream_state["turn"], drawn)

@@ -1,9 +1,8 @@
-"""The ledger of quarantined samples, with the epoch and the evidence for each.
+"""The ledger of quarantined samples, with the epoch and the evidence for each sample.
 
 The ledger is a JSON file next to the run's checkpoints, so it survives rollbacks and restarts. A
-loader that is not part of a run keeps the ledger in memory. A sample is only replaced from the
-epoch in which it was quarantined, so that repeating an earlier epoch yields the same samples as
-before.
+loader that is not part of a run keeps the ledger in memory. The ledger records the epoch from which
+a sample is replaced, so that repeating an earlier epoch yields the same samples as before.
 
 This module does not import torch.
 """
@@ -26,14 +25,15 @@ FILE_NAME = "quarantine.json"
 
 _FORMAT = 1
 
-# Maximum length of the evidence. Longer evidence is cut at the beginning, because the end of a
+# Maximum length of the evidence. The beginning of longer evidence is omitted, because the end of a
 # traceback is more useful.
 _EVIDENCE_CHARACTERS = 2000
 
 # Maximum size of a ledger file.
 _MAX_BYTES = 1 << 30
 
-# In the year 6325. A later time means that the file is damaged, and `datetime` may not support it.
+# A time in the year 6325. A later time means that the file is damaged, and `datetime` may not
+# support it.
 _LATEST_SECONDS = 2**37
 
 # Maximum number of indices listed in an error message.
@@ -62,7 +62,7 @@ class Quarantined:
 
 
 class QuarantineLedger:
-    """The list of quarantined samples, in memory or in the run's ledger file.
+    """The list of quarantined samples, in memory and, for a loader in a run, in the ledger file.
 
     Args:
         limit: The maximum number of quarantined samples: a count, or a fraction of the dataset
@@ -80,6 +80,7 @@ class QuarantineLedger:
         if limit >= 1 or limit == 0:
             self.limit = int(limit)
         else:
+            # At least one sample is allowed, even if the length of the dataset is unknown.
             self.limit = max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:
@@ -91,7 +92,7 @@ class QuarantineLedger:
         return sum(not entry.released for entry in self)
 
     def keep_in(self, path: Path) -> None:
-        """Load the ledger file of a run, and update the file from now on.
+        """Load the ledger file of a run, and keep the file up to date from now on.
 
         Samples quarantined before this call are added unless the file already lists them. A sample
         that was released in the file but has failed again since then is quarantined again.
@@ -121,14 +122,14 @@ class QuarantineLedger:
             self._write()
 
     def bad(self, epoch: int) -> set[Any]:
-        """Return the keys (see `key_of`) of all samples that are replaced in an epoch."""
+        """Return the keys (see `key_of`) of all samples that are replaced in the given epoch."""
         return set(_quarantined_indices(entry for entry in self if entry.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> SampleQuarantined | None:
         """Quarantine a sample.
 
-        Failing to write the ledger file does not end training. This process still knows the sample,
-        and after a restart, the sample would fail and be quarantined again.
+        If the ledger file cannot be written, training continues. This process remembers the sample.
+        After a restart, the sample would fail again and be quarantined again.
 
         Args:
             index: Dataset index.
@@ -154,7 +155,7 @@ class QuarantineLedger:
             )
         if len(evidence) > _EVIDENCE_CHARACTERS:
             evidence = "..." + evidence[-_EVIDENCE_CHARACTERS:]
-        # Remove an old entry first, so that the new one is at the end.
+        # An old entry is removed first, so that the new one is inserted at the end.
         self._entries.pop(key, None)
         self._entries[key] = Quarantined(
             index=key, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
@@ -201,9 +202,9 @@ class QuarantineLedger:
 
 
 def last_line(evidence: str) -> str:
-    """Return the last line of the evidence, which in a traceback names the exception.
+    """Return the last line of the evidence, which names the exception if it is a traceback.
 
-    In holdfast's own errors, the fix and the rule id at the end are skipped.
+    The lines with the fix and the rule id, with which holdfast's own errors end, are skipped.
     """
     lines = [line for line in evidence.strip().splitlines() if not line.startswith(("Fix: ", "[H"))]
     return lines[-1] if lines else ""
@@ -229,7 +230,7 @@ def key_of(index: Any) -> Any:
 
 
 def plain(index: Any) -> int | str:
-    """Return an index as shown to users: a number or a string."""
+    """Return an index in the form that users see: a number or a string."""
     key = key_of(index)
     return key if isinstance(key, (int, str)) else repr(index)
 

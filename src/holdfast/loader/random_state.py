@@ -23,7 +23,7 @@ import torch
 # The types of random generators that a user's program may use.
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# State size of the Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
+# Size of the state of the Mersenne Twister MT19937: 624 words and a position, of 4 bytes each.
 _MT19937_BYTES = 624 * 4 + 4
 
 # NumPy's legacy seeds have 32 bits.
@@ -52,7 +52,7 @@ class RandomState:
     devices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
-        """Convert the state to containers, numbers and tensors, for a checkpoint."""
+        """Convert the state to containers, numbers and tensors, which a checkpoint can store."""
         return {
             "python": self.python,
             "numpy": self.numpy,
@@ -62,13 +62,14 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Convert the result of `to_tree` back to a state, and check that it can be restored.
+        """Convert the result of `to_tree` back to a state, and check that the state is valid.
 
         Raises:
             KeyError, TypeError, ValueError: The tree is not a random state.
         """
         random.Random().setstate(tree["python"])  # noqa: S311 - nothing is drawn
-        # A dict means that NumPy's global generator is not the default one.
+        # A dict means that NumPy's global generator was not the default one. Only the state of the
+        # default generator can be checked here.
         if not isinstance(tree["numpy"], dict):
             np.random.RandomState().set_state(tree["numpy"])
         try:
@@ -81,8 +82,8 @@ class RandomState:
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the random state of this process, without synchronizing with devices.
 
-    Takes about 5 microseconds, plus 40 if Python's or NumPy's generator was used since the last
-    call.
+    The call takes about 5 microseconds, plus 40 if Python's or NumPy's generator was used since the
+    last call.
 
     Args:
         devices: Accelerators whose state to include.
@@ -94,14 +95,14 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Restore a state returned by `capture`, ignoring devices that no longer exist."""
+    """Restore a state that `capture` returned. States of devices that do not exist are ignored."""
     global _numpy_reading
     if _python_state() is not state.python:
         random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
-        # The state may include the second of a pair of normal numbers, which is not in the raw
-        # memory.
+        # NumPy draws normal numbers in pairs. The restored state may include the second number of a
+        # pair, which is not in the raw memory, so the next reading must not rely on this memory.
         _numpy_reading = _NO_READING
     _set_torch_state(state.cpu)
     for name, device_state in state.devices.items():
@@ -112,10 +113,10 @@ def restore(state: RandomState) -> None:
 
 
 def of_another_rank(state: RandomState, rank: int) -> RandomState:
-    """Derive a random state for a new rank, when a run resumes on more ranks than before.
+    """Return a random state for a rank that is new because a run resumes on more ranks than before.
 
     Args:
-        state: The state of any rank in the checkpoint.
+        state: The state of any rank in the checkpoint, from which the new state is derived.
         rank: The new rank. Each rank gets a different state.
     """
     before = capture()
@@ -131,7 +132,10 @@ def of_another_rank(state: RandomState, rank: int) -> RandomState:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the CPU's random state on leaving the context, even after an exception."""
+    """Restore the random state of the CPU generators at the end of the ``with`` block.
+
+    The state is restored even if the block raises an exception.
+    """
     before = capture()
     try:
         yield
@@ -184,12 +188,12 @@ _READS_RAW = _layout_is_known()
 def _python_state() -> Any:
     """Return the state of Python's global generator.
 
-    Returns the same object as before if nothing was drawn since.
+    If nothing was drawn since the last call, the same object is returned again.
     """
     global _python_reading
     if not _READS_RAW:
         return random.getstate()
-    # The second half of a pair of normal numbers is in an attribute, not in this memory.
+    # The second number of a pair of normal numbers is in an attribute, not in this memory.
     memory = (_python_memory.raw, _PYTHON_GENERATOR.gauss_next)
     if memory != _python_reading.memory:
         _python_reading = _CachedState(memory, random.getstate())
@@ -199,7 +203,7 @@ def _python_state() -> Any:
 def _numpy_state() -> Any:
     """Return the state of NumPy's global generator.
 
-    Returns the same object as before if nothing was drawn since.
+    If nothing was drawn since the last call, the same object is returned again.
     """
     global _numpy_reading, _numpy_memory
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -209,8 +213,8 @@ def _numpy_state() -> Any:
         address = generator.ctypes.state_address
         _numpy_memory = (generator, (ctypes.c_char * _MT19937_BYTES).from_address(address))
     memory = _numpy_memory[1].raw
-    # The second half of a pair of normal numbers is not in this memory. A state that includes one,
-    # which its fourth field shows, is therefore always read again.
+    # The second number of a pair of normal numbers is not in this memory. If the cached state
+    # includes such a number, as its fourth field shows, the state is therefore read again.
     holds_normal = _numpy_reading.state is not None and _numpy_reading.state[3]
     if memory != _numpy_reading.memory or holds_normal:
         _numpy_reading = _CachedState(memory, np.random.get_state())
@@ -238,8 +242,8 @@ class LazySeeding:
     """Seeds Python's and NumPy's generators only if samples are known to draw from them.
 
     This saves 6 microseconds per sample. When `was_drawn` returns True for the first time, the
-    sample must be loaded again with seeded generators. torch's generator is always seeded, because
-    a call of ``torch.initial_seed()`` cannot be detected.
+    caller must load the sample again with seeded generators. torch's generator is always seeded,
+    because a call to ``torch.initial_seed()`` cannot be detected.
 
     Args:
         draws: Whether samples are known to draw from Python's or NumPy's generator.
@@ -256,7 +260,11 @@ class LazySeeding:
             np.random.seed(seed & _MASK_32_BITS)
 
     def generator_states(self) -> tuple[Any, Any]:
-        """Return the states of Python's and NumPy's generators, for `was_drawn`."""
+        """Return the states of Python's and NumPy's generators, to be passed to `was_drawn`.
+
+        If both generators are always seeded, their states are not needed and None is returned for
+        each.
+        """
         if self.draws:
             return None, None
         return _python_state(), _numpy_state()
@@ -279,7 +287,7 @@ class LazySeeding:
 
 
 class SeededGenerator(torch.Generator):
-    """A torch generator that can be pickled, but without its state.
+    """A torch generator that can be pickled. Its state is not pickled.
 
     The generator is seeded before each use, so workers do not need its state. A worker that is
     spawned with a plain torch generator exits, because it cannot unpickle the generator's state.

@@ -25,14 +25,14 @@ _SAMPLERS_WITHOUT_STATE = (
     DistributedSampler,
 )
 
-# Further samplers of this kind, from libraries that may not be installed.
+# Other samplers of this kind. They are given by name, because their libraries may not be installed.
 _FOREIGN_SAMPLERS_WITHOUT_STATE = (
     "accelerate.data_loader.SeedableRandomSampler",
     "accelerate.data_loader.BatchSamplerShard",
     "transformers.trainer_pt_utils.LengthGroupedSampler",
 )
 
-# Sequences that yield the same entries every time.
+# Types of sequences that yield the same entries in every epoch.
 PLAIN_SEQUENCES = (list, tuple, range, torch.Tensor, np.ndarray)
 
 
@@ -66,16 +66,16 @@ def samplers_of(loader: object) -> list[Any]:
 
 
 def has_no_state(sampler: object) -> bool:
-    """Return whether a sampler is known to carry no state between epochs except its generator."""
+    """Return whether a sampler is known to carry at most a generator's state between epochs."""
     if type(sampler) is BatchSampler:
-        # Callers also check the sampler inside the batch sampler.
+        # Any state is in the sampler inside the batch sampler, which callers check separately.
         return True
     if type(sampler) in _SAMPLERS_WITHOUT_STATE or isinstance(sampler, PLAIN_SEQUENCES):
         return True
     name = f"{type(sampler).__module__}.{type(sampler).__qualname__}"
     if name in _FOREIGN_SAMPLERS_WITHOUT_STATE:
         return True
-    # torch's placeholder for the sampler of an IterableDataset.
+    # torch uses this class as a placeholder for the sampler of an `IterableDataset`.
     return type(sampler).__name__ == "_InfiniteConstantSampler"
 
 

@@ -1,7 +1,7 @@
-"""Seeds that depend only on (seed, epoch, index), and the hash that generates them.
+"""Compute the seed of each sample from (seed, epoch, index) alone.
 
 Random augmentation therefore does not depend on the number of workers, the batch size, or where a
-run was interrupted. `order.orders` uses the same hash.
+run was interrupted. `order.orders` shuffles with the same functions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The constants of SplitMix64. They are NumPy objects, because converting them in each call would
-# take a noticeable share of its time.
+# The constants of SplitMix64. They are NumPy objects, because converting them in each call of
+# `random_bits` would take a noticeable share of the call's time.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
@@ -52,18 +52,19 @@ def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 def derive_seed(*parts: object) -> int:
-    """Derive a seed from 0 to 2**63 - 1 from all parts. It is the same on every machine.
+    """Derive a seed between 0 and 2**63 - 1 from the given values, the same on every machine.
 
     Example:
         >>> derive_seed(0, 3, 17) == derive_seed(0, 3, 17) != derive_seed(0, 3, 18)
         True
     """
     text = "/".join(_as_text(part) for part in parts)
+    # The digest has 64 bits, of which the seed uses 63.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _as_text(part: object) -> str:
-    """Convert a part to text. Equal Python, NumPy and torch integers give equal texts."""
+    """Convert a value to text. Equal integers from Python, NumPy and torch give the same text."""
     if getattr(part, "ndim", 0):
         # The `repr` of a long array omits most of its numbers.
         return repr(part.tolist())  # type: ignore[attr-defined]
@@ -76,7 +77,7 @@ class SampleSeeds:
     """Computes the seeds of samples from (seed, epoch, index).
 
     For integer indices, the seeds are outputs of one SplitMix64 generator per (seed, epoch), which
-    is fast. For other indices, `derive_seed` computes the seed from all three values.
+    are fast to compute. For other indices, `derive_seed` computes the seed from all three values.
 
     Args:
         seed: Seed of the loader.
@@ -84,7 +85,7 @@ class SampleSeeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        # The epoch that `_key`, the seed of the SplitMix64 generator, belongs to.
+        # `_key` is the seed of the SplitMix64 generator for this epoch.
         self._epoch: int | None = None
         self._key = 0
 
@@ -93,11 +94,11 @@ class SampleSeeds:
         return self.of_samples(epoch, (index,))[0]
 
     def of_samples(self, epoch: int, indices: Sequence[Any]) -> list[int]:
-        """Return the seeds of samples in an epoch."""
+        """Return the seeds of several samples in an epoch, in the order of `indices`."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._key = derive_seed(self._seed, epoch, "samples")
-        # The usual case is detected without a Python loop over the indices.
+        # In the usual case, all indices are of type int. This is checked without a Python loop.
         are_plain_integers = set(map(type, indices)) == {int}
         if are_plain_integers or all(_is_integer(index) for index in indices):
             return self._of_integers(indices)
@@ -110,6 +111,7 @@ class SampleSeeds:
         return seeds
 
     def _of_integers(self, indices: Sequence[Any]) -> list[int]:
+        # The outputs have 64 bits, of which the seeds use 63.
         counters = np.array([int(index) & _MASK_64_BITS for index in indices], dtype=np.uint64)
         return (random_bits(counters, self._key) >> _ONE).tolist()  # type: ignore[no-any-return]
 

@@ -16,18 +16,19 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-# Signals that the code of a sample may use to limit its own time. Their handlers belong to the
-# sample.
+# Signals that a dataset may use to limit the time for reading a sample. An exception raised by one
+# of their handlers counts as a failure of the sample.
 _TIMER_SIGNALS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 
-# Code of the signal handlers that were installed at the beginning of the epoch.
+# Code objects of the signal handlers that were installed at the beginning of the epoch.
 _noted_handlers: set[CodeType] = set()
 
 
 def note_handlers() -> None:
     """Remember the signal handlers that are currently installed.
 
-    Many handlers first install another handler in their place, so they could not be found later.
+    Many handlers begin by installing another handler in their place, so by the time they raise an
+    exception, they are no longer installed.
     """
     _noted_handlers.clear()
     _noted_handlers.update(_current_handlers())
@@ -36,8 +37,8 @@ def note_handlers() -> None:
 def let_through(error: BaseException) -> None:
     """Re-raise an exception if it, or its cause, was raised by a signal handler.
 
-    In a worker, this does nothing, because a signal sent to a worker is not meant for the training
-    run.
+    In a worker, this function does nothing, because a signal sent to a worker is not meant for the
+    training run.
     """
     if get_worker_info() is None and is_from_handler(error):
         raise error
@@ -65,7 +66,7 @@ def _current_handlers() -> set[CodeType]:
 
 
 def _codes_of(handler: Any) -> Iterator[CodeType]:
-    """Yield the code of a handler, which may be a function, a partial or a callable object."""
+    """Yield the code objects of a handler: a function, a partial or any other callable object."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     if not callable(handler):

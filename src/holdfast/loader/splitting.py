@@ -1,4 +1,4 @@
-"""Find the batch dimension of any tree of tensors, and split the tree into micro-batches.
+"""Find the batch dimension of each tensor in a batch, and split the batch into micro-batches.
 
 The argument ``split`` determines how a batch is split:
 
@@ -7,7 +7,7 @@ default
     the same size everywhere. Lists of strings or numbers with this length are split too. All other
     values are passed to every micro-batch.
 ``split=1``
-    The same, but along dimension 1, for sequence-first batches.
+    Like the default, but along dimension 1, for sequence-first batches.
 ``split={...}``
     A tree with the structure of the batch, or of its upper levels. Each leaf is a dimension, None
     (every micro-batch gets the whole value), or "items" (a sequence with one entry of any shape per
@@ -15,8 +15,8 @@ default
 ``split=f``
     A function ``f(batch, micro_batch_size)`` that returns the list of micro-batches.
 
-Micro-batches contain views of the batch's tensors, not copies. If a value cannot be split, an error
-names it.
+Micro-batches contain views of the batch's tensors, not copies. If a value cannot be split, the
+error message names the value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def batch_size(batch: Any, split: Split = 0) -> int:
 
     Args:
         batch: The batch.
-        split: How to split the batch, see the module's docstring.
+        split: How to split the batch (see the docstring of this module).
 
     Raises:
         BatchError: H204 if the parts of the batch have different sizes, H205 if nothing can be
@@ -65,7 +65,7 @@ def batch_size(batch: Any, split: Split = 0) -> int:
         return len(split(batch, 1))
     sizes: set[int] = set()
     if split == 0 and _is_usual(batch):
-        # A shortcut for the usual case, ten times as fast as the search below.
+        # In the usual case, this shortcut is ten times as fast as searching the tree below.
         for tensor in batch:
             if tensor.ndim:
                 sizes.add(tensor.shape[0])
@@ -132,7 +132,7 @@ def _micro_batches_of_function(
 
 
 def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> Any:
-    """Return a copy of the selected samples of a batch, in the order of `indices`.
+    """Return a batch with copies of the selected samples, in the order of `indices`.
 
     Args:
         batch: The batch.
@@ -182,10 +182,10 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def fresh(batch: Any) -> Any:
-    """Return the batch with new containers and copied arrays, which a loss function may modify.
+    """Return a batch with new containers and copied arrays, which a loss function may modify.
 
-    Tensors are not copied. They have version counters that show whether they were modified, which
-    arrays do not have.
+    Tensors are not copied, because their version counters show whether they were modified. Arrays
+    have no such counters.
     """
     if _is_usual(batch):
         return type(batch)(batch)
@@ -213,7 +213,10 @@ def _copy_leaf(path: str, leaf: Any, how: SplitSpec) -> Any:
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Return whether a node is a list of strings, bytes or numbers, which is a single leaf."""
+    """Return whether a node is a list or tuple of plain values, which counts as a single leaf.
+
+    The values must be all strings, all bytes or all numbers.
+    """
     if type(node) not in (list, tuple):
         return False
     return any(all(isinstance(value, kind) for value in node) for kind in _PLAIN_KINDS)
@@ -231,7 +234,12 @@ def _children(node: Any, spec: SplitSpec) -> dict[Any, Any] | None:
 
 
 def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
-    """Return the part of a `split` specification that applies to a child of a container.
+    """Return the part of a `split` specification that applies to one child of a container.
+
+    Args:
+        spec: The part of the specification that applies to the container.
+        key: The child's key in the container.
+        path: The child's path in the batch, for the error message.
 
     Raises:
         BatchError: H204 if the specification has no entry for the child.
@@ -347,6 +355,7 @@ def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) ->
             return type(leaf)([leaf[place] for place in part])
         if _size(path, leaf, how) is None:
             return leaf
+        # The remainder turns a negative dimension into the equivalent non-negative one.
         dimensions_before = how % leaf.ndim
         return leaf[(slice(None),) * dimensions_before + (part,)]
 

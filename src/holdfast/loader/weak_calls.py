@@ -1,4 +1,4 @@
-"""Callbacks that do not keep the object that they call alive."""
+"""A callback that calls a method of an object without keeping the object alive."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class WeakCall:
     """A callback that calls a method of an object if the object still exists.
 
-    A bound method would keep the object alive and could create a reference cycle. If the object is
-    copied, its copy gets a `WeakCall` that refers to the copy.
+    A bound method would keep the object alive and could create a reference cycle. If an object that
+    holds a `WeakCall` to itself is copied, the copy's `WeakCall` refers to the copy.
 
     Args:
         owner: The object whose method is called.
@@ -22,7 +22,7 @@ class WeakCall:
         self._name = name
 
     def __call__(self, *args: Any, **options: Any) -> None:
-        """Call the method."""
+        """Call the method with these arguments, or do nothing if the object no longer exists."""
         owner = self._owner()
         if owner is not None:
             getattr(owner, self._name)(*args, **options)

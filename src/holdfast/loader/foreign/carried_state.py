@@ -1,8 +1,8 @@
-"""Find the state that another library's loader carries from epoch to epoch, for checkpoints.
+"""Find the state that another library's loader carries from epoch to epoch, so that it is saved.
 
-This state mostly consists of random generators. A dataset usually has its generator in an attribute
-or in a transform, but some datasets use a generator in a global variable of their module. Two
-searches of limited depth find both kinds:
+This state mostly consists of random generators. A dataset usually stores its generator in an
+attribute or in a transform, but some datasets use a generator in a global variable of their module.
+Two searches of limited depth find these generators:
 
 1. `_reachable` starts from the parts of the loader and follows attributes and containers.
 2. `_generators_in_globals` takes the functions found by the first search, such as the methods of
@@ -25,7 +25,8 @@ from holdfast.loader.order.sampler_state import fingerprint
 from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import has_no_state, is_stateful, samplers_of, torch_loader_of
 
-# Limits of the search. Objects nested more deeply, or in longer containers, are assumed to be data.
+# Limits of the searches. Objects that are nested more deeply, or that are in longer containers, are
+# assumed to be data.
 _MAX_LEVELS = 6
 _MAX_CONTAINER_LENGTH = 64
 _MAX_OBJECTS = 2000
@@ -47,7 +48,7 @@ _LIBRARIES = (
 def sources_of_state(loader: object) -> list[Any]:
     """Return the stateful objects that a loader uses: generators, and samplers with a state_dict.
 
-    For two loaders that were created in the same way, the objects are in the same order.
+    If two loaders were created in the same way, their objects are returned in the same order.
     """
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     sources = _generators_among([value for holder in holders for value in _attributes(holder)])
@@ -63,12 +64,13 @@ def sources_of_state(loader: object) -> list[Any]:
 
 
 def digest_order(loader: object) -> bytes | None:
-    """Return a digest of the script's own inputs to the order of an epoch.
+    """Return a digest of the values that the script passed to determine the order of an epoch.
 
-    The inputs are a list of batches, or the arguments of torch's own samplers, such as weights.
-    Samplers that have a ``set_epoch`` or any other state are excluded. Returns None if there is
-    nothing to digest.
+    These values are a list of batches, or the arguments of torch's own samplers, such as weights.
+    Returns None if the loader has neither, or if one of its samplers has a ``set_epoch`` or carries
+    state.
     """
+    # Batches are compared by identity, not by content.
     if isinstance(loader, (list, tuple)):
         return repr([id(entry) for entry in loader]).encode()
     torch_loader = torch_loader_of(loader)
@@ -87,10 +89,10 @@ def digest_order(loader: object) -> bytes | None:
 
 
 def _generators_in_globals(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators in global variables that are used by functions.
+    """Return the random generators that functions use through global variables.
 
-    The search covers functions among the values, the values' methods, and all functions that these
-    call through a global name.
+    The search covers the functions among the values, the methods of the values, and all functions
+    that are called through a global name from any of these.
     """
     waiting = [function for value in values for function in _functions_of(value)]
     searched: set[int] = set()
@@ -117,7 +119,10 @@ def _generators_among(values: Iterable[Any]) -> list[Any]:
 
 
 def _reachable(values: Iterable[Any]) -> list[Any]:
-    """Return values and the objects reachable from them, up to a limited depth, nearest first."""
+    """Return the values and all objects reachable from them, up to a limited depth.
+
+    The nearest objects come first.
+    """
     reached: dict[int, Any] = {}
     level = list(values)
     for _ in range(_MAX_LEVELS):
@@ -149,7 +154,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Return the values of an object's attributes, or none for arrays, classes and modules."""
+    """Return the values of an object's attributes, or [] for an array, a class or a module."""
     if isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         return []
     return list(getattr(value, "__dict__", {}).values())
@@ -171,7 +176,7 @@ def _closure_of(function: FunctionType) -> list[Any]:
 
 
 def _functions_of(value: Any) -> list[FunctionType]:
-    """Return a function itself, or an object's methods that are defined in the user's classes."""
+    """Return the value itself if it is a function, or the methods from the user's own classes."""
     if isinstance(value, FunctionType):
         return [value]
     functions = []

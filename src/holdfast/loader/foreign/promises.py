@@ -1,7 +1,7 @@
-"""State how exactly a run can resume with another library's loader.
+"""Determine how exactly a run can resume with another library's loader.
 
-The promise is "bit-exact", "none, because ..." or "not known, because ...". The last two explain
-the reason and tell the user what to do.
+The result is a promise: "bit-exact", "none, because ..." or "not known, because ...". The last two
+state the reason and, where possible, what the user can do about it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXACT = "bit-exact"
 
 
 def resume_promise(loader: object) -> str:
-    """Return how exactly a run can resume with a loader. The first matching condition decides."""
+    """Return the promise for a loader, which states how exactly a run can resume with it."""
     if isinstance(loader, Iterator):
         return (
             "none, because an iterator cannot be restarted. A resume can only drop batches of a new"
@@ -96,5 +96,5 @@ def _promise_for_torch_loader(loader: DataLoader[Any]) -> str:
 
 
 def keeps_by_state_dict(loader: object) -> bool:
-    """Return whether a loader, or one of its samplers, can save and load its own state."""
+    """Return whether a loader or one of its samplers has ``state_dict`` and ``load_state_dict``."""
     return is_stateful(loader) or any(is_stateful(sampler) for sampler in samplers_of(loader))

@@ -27,7 +27,7 @@ def has_workers(loader: DataLoader[Any]) -> bool:
 
 
 def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
-    """Start or end the persistent workers to match the original run.
+    """Start or end a loader's persistent workers, to match the run that is being resumed.
 
     The global random state does not change, but starting workers may draw from the loader's own
     ``generator``.
@@ -35,7 +35,7 @@ def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
     Args:
         loader: The loader, before the epoch begins. A loader without persistent workers is not
             changed.
-        started: Whether the original run had workers at this point.
+        started: Whether that run had workers at this point.
     """
     if not keeps_workers(loader) or has_workers(loader) == started:
         return
@@ -57,5 +57,6 @@ def _start_idle_workers(loader: DataLoader[Any]) -> None:
             iter(loader)
     finally:
         object.__setattr__(loader, name, sampler)
+    # From the next epoch on, the iterator must use the loader's own sampler again.
     iterator: Any = loader._iterator
     iterator._index_sampler = sampler

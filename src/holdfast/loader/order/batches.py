@@ -1,4 +1,4 @@
-"""Group an order into batches and divide them among ranks, from any position of an epoch.
+"""Group an order into batches and divide them among ranks, starting at any position in an epoch.
 
 A position counts the samples of all ranks, or batches if the user passed a batch sampler.
 """
@@ -15,15 +15,16 @@ from holdfast.loader.order.ranks import rank_positions, steps_left
 from holdfast.loader.order.sampler_order import SamplerOrder
 from holdfast.loader.quarantine import key_of
 
-# Number of samples available to replace bad ones in a batch. If even more samples in a row are bad,
-# the problem is not single samples but, for example, a missing folder.
+# Number of samples that can replace bad ones in a batch. If even more consecutive samples are bad,
+# the cause is probably not the samples but, for example, a missing folder.
 SPARES = 16
 
-# Number of positions looked up at once to find spares. If some samples are quarantined, more than
-# `SPARES` positions may be needed.
+# Number of positions searched for spares at a time. If some samples are quarantined, `SPARES`
+# positions may not be enough.
 _LOOKAHEAD = 64
 
-# If positions count batches: the number of low bits that hold the place within a batch.
+# If positions count batches, the position of a sample is the position of its batch, shifted left by
+# this number of bits, plus the place of the sample in the batch.
 _PLACE_BITS = 20
 
 
@@ -36,7 +37,7 @@ class BatchRequest(NamedTuple):
         epoch: The epoch, which determines the samples' seeds.
         indices: Dataset indices of the samples, in the order of the batch.
         spares: The next indices in the epoch's order, used to replace samples that cannot be read.
-        bad: The indices and spares that are already quarantined.
+        bad: The `indices` and `spares` that are already quarantined.
         first_position: Position of the first sample, if an index may occur more than once in an
             epoch. The random numbers of a sample then also depend on its position. None otherwise.
         is_single_sample: Whether the batch is a single sample without a batch dimension
@@ -127,9 +128,9 @@ class EpochBatches:
             yield request, position
 
     def is_repeated(self, epoch: int, position: int) -> bool:
-        """Return whether another rank gets the same batch as this rank at a position.
+        """Return whether a lower rank gets the same batch as this rank at a position.
 
-        This happens when fewer samples are left than there are ranks.
+        This happens when fewer samples are left than there are ranks (see `rank_positions`).
         """
         return 0 < self.order.count(epoch) - position <= self.rank
 
@@ -142,6 +143,7 @@ class EpochBatches:
 
     def _indices_at(self, epoch: int, start: int, stop: int) -> list[Any]:
         indices: list[Any] = self.order.indices(self.seed, epoch, start, stop)
+        # If the order consists of batches, the slice contains batches, which are flattened.
         if self.counts_batches:
             return [index for batch in indices for index in batch]
         return indices
@@ -149,10 +151,10 @@ class EpochBatches:
     def _spares_after(
         self, epoch: int, stop: int, length: int, bad_keys: Collection[Any]
     ) -> tuple[Any, ...]:
-        """Return the indices that follow a batch, enough to contain `SPARES` good samples.
+        """Return the indices after a batch, up to and including the last of `SPARES` good samples.
 
-        Bad samples in between are included, so that the place of a spare does not change when a
-        sample is quarantined.
+        Bad samples between the good ones are included, so that the place of a spare does not change
+        when a sample is quarantined.
         """
         if not bad_keys:
             return tuple(islice(self._following(epoch, stop, length, SPARES), SPARES))
@@ -174,7 +176,7 @@ class EpochBatches:
                 yield from self._indices_at(epoch, first, min(first + positions_at_once, end))
 
     def steps_after(self, position: int) -> int:
-        """Return how many batches of this rank follow a position, based on the order's length."""
+        """Return how many batches this rank gets after a position, based on the order's length."""
         return steps_left(
             position,
             len(self.order),
@@ -198,6 +200,9 @@ class EpochBatches:
         return self.order if isinstance(self.order, SamplerOrder) else None
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to refer to the same sample."""
+        """Return the properties of the order that must match when a saved position is loaded.
+
+        If they match, the position refers to the same sample.
+        """
         counts = "batches" if self.counts_batches else "samples"
         return {"counts": counts, **self.order.identity()}

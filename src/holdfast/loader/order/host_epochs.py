@@ -21,8 +21,8 @@ from holdfast.loader.weak_calls import WeakCall
 class HostEpochs:
     """Translates the host's epoch numbers to a loader's epoch numbers.
 
-    The two can differ: if a short dataset is repeated, one epoch of the host spans several epochs
-    of the loader.
+    The two numbers can differ. For example, if a short dataset is repeated, one epoch of the host
+    spans several epochs of the loader.
 
     Args:
         loader: The loader. Samplers that have no ``set_epoch`` are given one that calls the
@@ -43,9 +43,10 @@ class HostEpochs:
                     sampler.set_epoch = WeakCall(loader, "set_epoch")
 
     def note_position(self, current: int) -> None:
-        """Record that the loader was moved to the epoch that has this number in the host.
+        """Record that the loader was moved to an epoch, and discard any number set by the host.
 
-        Discards a number that the host set before.
+        Args:
+            current: The host's number for the epoch.
         """
         self.current = current
         self.named = None
@@ -67,13 +68,14 @@ class HostEpochs:
 
         Args:
             epoch: The loader's next epoch, unless the host has set another one.
-            epoch_on_sampler: The epoch set on the user's sampler since the last call, or None.
+            epoch_on_sampler: The epoch that was set on the user's sampler since the last call, or
+                None.
             emit: Called with an event if `epoch_on_sampler` moves the loader back.
-            begun: Whether batches of this epoch were returned before a restart. If so, only a later
+            begun: Whether batches of `epoch` were returned before a restart. If so, only a later
                 epoch is accepted.
         """
         if epoch_on_sampler is not None and begun:
-            # Treat it like an epoch that the host has set on the loader itself.
+            # The number is treated as if the host had set it on the loader itself.
             self.named = epoch_on_sampler
         elif epoch_on_sampler is not None:
             if epoch_on_sampler < epoch:
@@ -101,6 +103,6 @@ class HostEpochs:
 
 
 def sets_epoch(sampler: Any) -> bool:
-    """Return whether a sampler has a ``set_epoch`` of its own, not one added by `HostEpochs`."""
+    """Return whether a sampler has its own ``set_epoch`` and not just one added by `HostEpochs`."""
     set_epoch = getattr(sampler, "set_epoch", None)
     return set_epoch is not None and not isinstance(set_epoch, WeakCall)

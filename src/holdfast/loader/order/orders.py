@@ -1,11 +1,11 @@
 """Orders, which determine the sample at each position of an epoch.
 
-An order is a function of (seed, epoch). It can return the indices for any range of positions and
-computes only the blocks that overlap the range. A run can therefore resume instantly in the middle
-of any dataset, with any batch size and number of workers or ranks.
+An order is a function of (seed, epoch). It can return the indices for any range of positions, and
+only the blocks of positions that overlap the range are computed. A run can therefore resume
+instantly in the middle of any dataset, with any batch size and any number of workers or ranks.
 
-Saved positions are only valid for the order in which they were saved. If you change the indices
-that an order returns for a seed, increase the version in `Order.identity`.
+A saved position is only valid for the order with which it was saved. If you change the indices that
+an order returns for a seed, increase the version in `Order.identity`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from numpy.typing import ArrayLike, NDArray
 from holdfast.core.errors import LoaderError
 from holdfast.loader.seeds import derive_seed, random_bits
 
-# Number of positions computed at a time. It is large enough that the fixed cost of a call is
-# negligible.
+# Number of positions that are computed at a time. The number is large enough that the fixed cost of
+# a call is negligible.
 _BLOCK_POSITIONS = 4096
 
 # Largest default sizes for `LengthBucketed`. They were chosen by measuring the padding for 100,000
 # log-normal lengths (speech of 0.5 to 17 s, sigma 0.6). Plain shuffling leads to 62% padding. With
-# these sizes, it is 0.6% in batches of 32, and 5% in batches of 48, which span groups. With a
-# window of 4096, it is 1.1% and 5%. For batches of 48, groups of 128 lead to 9% and groups of 512
-# to 3%, but with groups of 512, lengths rise over twice as many batches.
+# these sizes, the padding is 0.6% in batches of 32, and 5% in batches of 48, some of which span two
+# groups. With a window of 4096, the padding is 1.1% and 5%. In batches of 48, groups of 128 lead to
+# 9% padding and groups of 512 to 3%, but with groups of 512, lengths increase over twice as many
+# consecutive batches.
 _LARGEST_GROUP = 256
 _LARGEST_WINDOW = 8192
 
-# With a single window for all samples, the same samples would be neighbors in every epoch.
+# By default, the samples are divided into at least this many windows. With a single window, the
+# same samples would be neighbors in every epoch.
 _MIN_WINDOWS = 4
 
-# Number of values digested at a time, so that the whole array is never copied at once.
+# Number of values that are digested at a time, so that the whole array is never copied at once.
 _DIGEST_CHUNK = 2**20
 
 
@@ -69,7 +71,7 @@ class Order(ABC):
         return len(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to refer to the same sample.
+        """Return the properties of the order that must match when a saved position is loaded.
 
         The seed and the batch size are not included.
         """
@@ -123,7 +125,7 @@ class Order(ABC):
 
 @final
 class Sequential(Order):
-    """All samples, in the order of the dataset.
+    """An order with each sample once per epoch, in the order of the dataset.
 
     Args:
         length: Number of samples in the dataset.
@@ -137,7 +139,7 @@ class Sequential(Order):
 
 @final
 class Shuffled(Order):
-    """Each sample once per epoch, in a random order that differs from epoch to epoch.
+    """An order with each sample once per epoch, shuffled differently in every epoch.
 
     Args:
         length: Number of samples in the dataset.
@@ -151,12 +153,12 @@ class Shuffled(Order):
 
 @final
 class LengthBucketed(Order):
-    """Each sample once per epoch, in a random order in which neighbors have similar lengths.
+    """An order with each sample once per epoch, shuffled so that neighbors have similar lengths.
 
     The epoch is shuffled and divided into windows. Each window is sorted by length and divided into
-    groups, and the groups of a window are shuffled. Batches therefore need little padding, and
-    lengths increase only within a group. The order does not depend on the batch size. If the batch
-    size divides the group size, no batch spans two groups.
+    groups, and the groups in each window are shuffled. Batches therefore need little padding, and
+    lengths increase steadily only within a group. The order does not depend on the batch size. If
+    the group size is a multiple of the batch size, no batch spans two groups.
 
     Args:
         lengths: The length of each sample in any unit, finite and at least 0, shape ``(samples,)``.
@@ -193,7 +195,7 @@ class LengthBucketed(Order):
         self._block_size = window or _whole_groups(largest_window, self._group)
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity, including the sizes and a digest of the lengths."""
+        """Return the properties of the order, including its sizes and a digest of the lengths."""
         sizes = {"window": self._block_size, "group": self._group}
         return {**super().identity(), **sizes, "lengths": self._digest}
 
@@ -202,9 +204,11 @@ class LengthBucketed(Order):
         return _digest(self.lengths)
 
     def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        # A block is a window.
         shuffled = permuted(positions, len(self), derive_seed(seed, epoch, "length_bucketed"))
         by_length = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
         group_starts = np.arange(0, len(by_length), self._group)
+        # Each window has its own key, so that the groups of each window are shuffled differently.
         key = derive_seed(seed, epoch, "length_bucketed", int(positions[0]))
         group_order = permuted(np.arange(len(group_starts)), len(group_starts), key)
         groups = [by_length[start : start + self._group] for start in group_starts[group_order]]
@@ -212,7 +216,7 @@ class LengthBucketed(Order):
 
 
 def _choose_group(window: int) -> int:
-    """Return the largest power of two, up to 256, that fits twice into a window."""
+    """Return the largest group size, a power of two up to 256, that fits twice into a window."""
     largest_power = 1 << max(0, (window // 2).bit_length() - 1)
     return min(_LARGEST_GROUP, largest_power)
 
@@ -223,7 +227,9 @@ def _whole_groups(window: int, group: int) -> int:
 
 
 def _numbers(lengths: ArrayLike) -> NDArray[Any]:
-    """Check the lengths and return a copy, so that later changes do not affect the order.
+    """Check the lengths and return a copy of them as an array.
+
+    The order keeps the copy, so that later changes to `lengths` do not affect it.
 
     Raises:
         LoaderError: H605 for invalid lengths.
@@ -265,8 +271,8 @@ def _digest(numbers: NDArray[Any]) -> str:
 # --- a keyed permutation of range(n) with random access -------------------------------------------
 
 # The permutation only uses integers modulo 2**64 and a stable sort, so it is the same on every
-# machine and with every version of NumPy. Positions in checkpoints rely on this. It is
-# statistically random, but not cryptographically secure.
+# machine and with every version of NumPy. The positions saved in checkpoints are only valid because
+# of this. The permutation is statistically random, but not cryptographically secure.
 
 # Up to this length, the range is shuffled by sorting hashes, which makes all orders equally likely.
 # With so few values, a Feistel network would produce similar orders repeatedly. Sorting 4096 hashes
@@ -309,7 +315,8 @@ def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64
         values[too_large] = _network(values[too_large], n, key)
 
 
-# Cached, because consecutive calls are usually for the same epoch. Takes at most 2 MiB.
+# The result is cached, because consecutive calls are usually for the same epoch. The cache takes at
+# most 2 MiB.
 @functools.lru_cache(maxsize=64)
 def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
     hashes = random_bits(np.arange(n, dtype=np.uint64), key)
@@ -321,6 +328,7 @@ def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]
 
     The range is ``range(left_base * right_base)``, where the two bases are as equal as possible.
     """
+    # Both square root and quotient are rounded up.
     right_base = math.isqrt(n - 1) + 1
     left_base = -(-n // right_base)
     bases = (np.uint64(left_base), np.uint64(right_base))
@@ -332,7 +340,8 @@ def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]
         # Two bits are dropped to keep the sum from overflowing.
         added = random_bits(digits[1 - side], round_key) >> np.uint64(2)
         total = digits[side] + added
-        # This is the remainder. NumPy divides faster than it computes remainders.
+        # The next line computes ``total % bases[side]``. NumPy divides faster than it computes
+        # remainders.
         digits[side] = total - total // bases[side] * bases[side]
     pairs: NDArray[np.uint64] = digits[0] * bases[1] + digits[1]
     return pairs

@@ -9,10 +9,10 @@ from torch import distributed
 
 
 def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
-    """Return this rank and the number of ranks.
+    """Return the rank of this process and the number of ranks.
 
     Args:
-        otherwise: Returned if ``torch.distributed`` is not initialized.
+        otherwise: The result if ``torch.distributed`` is not initialized.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -22,12 +22,12 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
 def rank_positions(
     first: int, length: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
 ) -> range | None:
-    """Return a rank's positions in a step, or None after the end of the epoch.
+    """Return a rank's positions in a step, or None if the epoch has no such step.
 
     A step takes ``batch_size * world_size`` positions. If fewer positions are left for the last
-    step, they are divided among all ranks as evenly as possible: a rank without a batch would take
-    no step, and the other ranks would wait for it. If there are fewer positions than ranks, some
-    positions are used by several ranks.
+    step, they are divided among all ranks as evenly as possible. A rank without a batch would take
+    no step, and the other ranks would wait for it forever. If fewer positions are left than there
+    are ranks, several ranks get the same position.
 
     Args:
         first: Position at which the step begins.
@@ -59,4 +59,5 @@ def steps_left(
     step = batch_size * world_size
     if drop_last:
         return remaining // step
+    # The quotient is rounded up to include an incomplete last step.
     return -(-remaining // step)

@@ -22,14 +22,14 @@ class SamplerHistory:
     Args:
         sampler: The sampler, from which nothing has been drawn yet.
         seed: Seed of the loader.
-        dataset: The dataset. If the sampler refers to it, it is not copied with the sampler.
+        dataset: The dataset, which is shared between the sampler and its copies.
     """
 
     def __init__(self, sampler: Any, seed: int, dataset: Any) -> None:
         self._sampler = sampler
         self._seed = seed
         self._dataset = dataset
-        # All epochs drawn so far, in order.
+        # The numbers of all epochs drawn so far, in the order in which the epochs were drawn.
         self.epochs: list[int] = []
         # Whether drawing an epoch changes the order of later epochs. None until the first draw.
         self.carries_state: bool | None = None
@@ -43,7 +43,10 @@ class SamplerHistory:
         self._left_as: Fingerprint | None = None
 
     def draw(self, epoch: int) -> list[Any]:
-        """Draw an epoch from the sampler, and detect whether that changes the sampler."""
+        """Return the entries that the sampler yields in an epoch.
+
+        This also detects whether drawing an epoch changes the order of later epochs.
+        """
         self._note_changes()
         if self.carries_state is None and not self.epochs:
             self._as_passed = copy_sampler(self._sampler, self._dataset)
@@ -65,10 +68,10 @@ class SamplerHistory:
     def _changes_itself(self, epoch: int, entries: list[Any], after: Fingerprint) -> bool:
         """Return whether drawing an epoch changes the order of later epochs.
 
-        Draws the same epoch again from a copy of the sampler, which must yield the same `entries`
-        and then have the fingerprint `after`. A sampler passes this test if it merely stores the
-        order in an attribute, because that does not change later epochs. Returns True if the
-        sampler cannot be copied.
+        The same epoch is drawn again from a copy of the sampler. If the copy yields the same
+        `entries` and then has the fingerprint `after`, drawing changes nothing. This is the case
+        for a sampler that merely stores the order in an attribute, because that does not affect
+        later epochs. Returns True if the sampler cannot be copied.
         """
         if not after.is_complete:
             return True
@@ -96,7 +99,7 @@ class SamplerHistory:
             self.changed_by_others = True
 
     def return_to_beginning(self) -> None:
-        """Restore the sampler's state before the first draw.
+        """Restore the state that the sampler had before the first draw.
 
         Raises:
             LoaderError: H604 if the sampler cannot be copied.
@@ -117,7 +120,7 @@ class SamplerHistory:
 
 
 def begin_epoch(samplers: Iterable[Any], seed: int, epoch: int) -> None:
-    """Seed all generators that samplers may draw from, and set their epoch."""
+    """Seed all generators that the samplers may draw from, and set the epoch of the samplers."""
     order_seed = derive_seed(seed, epoch, "order")
     seed_cpu(order_seed)
     for sampler in samplers:
@@ -137,7 +140,7 @@ def with_inner_sampler(sampler: Any) -> list[Any]:
 
 
 def cannot_restore(sampler: Any, why: str) -> LoaderError:
-    """Return an H604 error for a sampler that cannot be moved to a saved position."""
+    """Return an H604 error for a sampler whose state at a saved position cannot be restored."""
     return LoaderError(
         f"{type(sampler).__name__} {why}",
         limit="all following batches depend on the sampler's state",

@@ -1,4 +1,4 @@
-"""The order of a user's sampler or batch sampler.
+"""Draw the order of each epoch from a user's sampler or batch sampler.
 
 The order is drawn once per epoch and depends only on (seed, epoch), because all generators that the
 sampler may draw from are seeded first.
@@ -8,8 +8,8 @@ and again. How a resume restores this state depends on the sampler:
 
 - If the sampler has ``state_dict`` and ``load_state_dict``, its state is saved with the position.
 - Otherwise, a resume draws all earlier epochs again, in the same order (`SamplerHistory`).
-- If the loop changes the sampler, for example its weights, drawing the epochs again cannot restore
-  the state, so the resume is refused (H604).
+- If the training loop changes the sampler, for example its weights, drawing the epochs again cannot
+  restore the state, so the resume is refused (H604).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated
 from holdfast.loader.samplers import is_stateful
 
-# Maximum number of entries in an epoch. They are kept in memory, at 40 bytes each.
+# Maximum number of entries in an epoch. All entries are kept in memory, at 40 bytes each.
 _MAX_ENTRIES = 10**8
 
-# Number of epochs whose entries are kept. One is not enough: a second iterator may draw another
-# epoch. When the first epoch is needed again, a sampler with an unknown source of randomness would
-# draw it in a different order.
+# Number of epochs whose entries are kept. One is not enough, because a second iterator may draw
+# another epoch. If the first epoch then had to be drawn again, a sampler with an unknown source of
+# randomness would yield a different order.
 _EPOCHS_HELD = 2
 
 
 class Drawn(NamedTuple):
-    """Identifies the entries that a user's sampler drew for an epoch.
+    """Identifies the entries that were drawn from a user's sampler for an epoch.
 
     Args:
         digest: Digest of the entries.
@@ -68,7 +68,7 @@ class SamplerOrder:
             from the sampler's attributes.
         batches: Whether the sampler yields batches.
         samples: Length of the dataset, or None if unknown.
-        dataset: The dataset. If the sampler refers to it, it is not copied with the sampler.
+        dataset: The dataset, which copies of the sampler share.
 
     Raises:
         LoaderError: H603 if the sampler has no length, or too many entries to be kept in memory.
@@ -103,7 +103,7 @@ class SamplerOrder:
         self._stateful: Any = next(
             (candidate for candidate in self._samplers() if is_stateful(candidate)), None
         )
-        # Used if no sampler has these methods.
+        # Used to restore the state if no sampler has these methods.
         self._history = SamplerHistory(sampler, seed, dataset)
 
     def __len__(self) -> int:
@@ -113,17 +113,21 @@ class SamplerOrder:
     def count(self, epoch: int) -> int:
         """Return how many entries the sampler actually yields in an epoch.
 
-        This may differ from the sampler's length. As in torch, the loader uses all entries.
+        This number may differ from the sampler's length. As in torch, the loader uses all entries.
         """
         return len(self.drawn(epoch))
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
-        """Return the entries at the positions from `start` to `stop` in an epoch."""
+        """Return the entries at the positions from `start` to `stop` in an epoch.
+
+        `start` and `stop` work as in a slice. `seed` is ignored, because the sampler is drawn with
+        the seed that was passed to the constructor.
+        """
         del seed
         return self.drawn(epoch)[start:stop]
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to refer to the same sample.
+        """Return the properties of the order that must match when a saved position is loaded.
 
         The sampler's own length is not included, because it may differ from epoch to epoch.
         """
@@ -134,8 +138,9 @@ class SamplerOrder:
         """Whether an index may occur more than once in an epoch."""
         if self._repeats is not None:
             return self._repeats
-        # torch's samplers have an attribute `replacement`. `DistributedSampler` has `num_replicas`,
-        # and repeats a few samples so that all ranks get the same number.
+        # Samplers that can draw with replacement have an attribute `replacement` in torch. A
+        # `DistributedSampler` has `num_replicas`, and repeats a few samples so that all ranks get
+        # the same number of samples.
         return any(
             getattr(sampler, "replacement", False) or hasattr(sampler, "num_replicas")
             for sampler in self._samplers()
@@ -143,7 +148,7 @@ class SamplerOrder:
 
     @property
     def changed_by_others(self) -> bool:
-        """Whether the loop changed the sampler between epochs, which makes a resume impossible.
+        """Whether the training loop changed the sampler, which makes a resume impossible.
 
         A sampler with ``state_dict`` is not checked, because its state includes such changes.
         """
@@ -170,10 +175,12 @@ class SamplerOrder:
             with isolated():
                 begin_epoch(self._samplers(), self._seed, epoch)
                 entries = list(self._sampler)
-        # Drawing calls the sampler's `set_epoch`. This must not be mistaken for a call by the user.
+        # Drawing calls the sampler's `set_epoch`. That call must not be mistaken for one by the
+        # user.
         self.take_epoch_set()
         if not self.repeats:
             _check_once(entries, type(self._sampler).__name__, batches=self._batches)
+        # One fewer than `_EPOCHS_HELD` old epochs are kept, because the new epoch is added next.
         for old_epoch in list(self._entries)[: 1 - _EPOCHS_HELD]:
             self._forget(old_epoch)
         self._entries[epoch] = entries
@@ -189,7 +196,7 @@ class SamplerOrder:
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
         """Return the sampler's state for a position in an epoch, or None if it carries no state."""
         if self._stateful is not None:
-            # The state before the epoch is only useful if no other epoch was drawn since.
+            # The state before the epoch is only useful if no other epoch has been drawn since then.
             newest_epoch = next(reversed(self._state_before), None)
             before = self._state_before[epoch] if epoch == newest_epoch else None
             return {"before": before, "now": copy.deepcopy(self._stateful.state_dict())}
@@ -202,7 +209,7 @@ class SamplerOrder:
         return {"epochs": as_ranges(epochs), "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any] | None, epoch: int) -> None:
-        """Restore the sampler at a position in an epoch.
+        """Restore the state that the sampler had at a position in an epoch.
 
         Args:
             state: The result of `state_dict` at that position.
@@ -226,6 +233,7 @@ class SamplerOrder:
                 "has no state_dict and load_state_dict, but had them when the position was saved",
             )
         else:
+            # The epoch is drawn again from the state before it. Then the later state is restored.
             if state["before"] is not None:
                 self._forget(epoch)
                 self._stateful.load_state_dict(copy.deepcopy(state["before"]))
@@ -234,14 +242,14 @@ class SamplerOrder:
                 self._stateful.load_state_dict(copy.deepcopy(state["now"]))
 
     def _load_history(self, state: dict[str, Any]) -> None:
-        """Draw all epochs of a saved history that were not drawn yet, in their original order.
+        """Draw the epochs of a saved history that have not been drawn yet, in the original order.
 
         Raises:
             LoaderError: H604 if the order of the last epoch differs from the original run.
         """
         if self._stateful is not None or self._history.carries_state is False:
-            # The position was saved before the first draw, when it was not known yet that the
-            # sampler carries no state.
+            # The position was saved before the first draw. At that time, it was not yet known that
+            # the sampler carries no state.
             return
         epochs = from_ranges(state["epochs"])
         drawn_epochs = len(self._history.epochs)
@@ -269,7 +277,7 @@ class SamplerOrder:
         return None
 
     def check_drawn(self, epoch: int, saved: Drawn | None) -> Drawn:
-        """Draw an epoch, compare it with the digest in a saved position, and return its digest.
+        """Return the digest of an epoch's order, after comparing it with a saved digest.
 
         Args:
             epoch: Number of the epoch.
@@ -352,6 +360,8 @@ def _check_once(entries: list[Any], name: str, *, batches: bool) -> None:
 
 def _indices_in(entries: list[Any], *, batches: bool) -> list[Any]:
     """Return all indices in the entries of a sampler or a batch sampler."""
+    # An index may itself be a tuple or an array. Without `batches`, only a list is a group of
+    # indices.
     batch_types: Any = (list, tuple, np.ndarray, torch.Tensor) if batches else list
     indices: list[Any] = []
     for entry in entries:

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.loader.random_state import GENERATOR_TYPES
 
-# Attributes in which samplers store the dataset. It is not part of their state, and may be large.
+# Attributes in which samplers store the dataset, which may be large and is not part of their state.
 _DATA_ATTRIBUTES = ("data_source", "dataset")
 
 # Attributes that `HostEpochs` adds to samplers.
@@ -23,12 +23,12 @@ _ADDED_ATTRIBUTES = ("set_epoch",)
 
 _PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
-# Levels of nested samplers that are searched for objects to share between copies.
+# Number of levels of nested samplers in which `copy_sampler` looks for objects to share.
 _MAX_LEVELS = 4
 
 
 class Fingerprint(NamedTuple):
-    """A digest of the attributes of one or several samplers.
+    """A digest of the attributes of one or more samplers.
 
     Args:
         digest: The digest. Equal attributes have equal digests.
@@ -41,11 +41,11 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
-    """Return the fingerprint of one or several samplers.
+    """Return the fingerprint of one or more samplers.
 
-    Fingerprints can only be compared within a process. Equal fingerprints mean equal attributes.
-    Different fingerprints usually mean that an attribute has changed. Generators that are seeded
-    for each epoch are not included.
+    Fingerprints can only be compared within a process. Equal fingerprints mean that the attributes
+    are equal. Different fingerprints usually mean that an attribute has changed. Generators that
+    are seeded for each epoch are not included.
 
     Args:
         samplers: The samplers.
@@ -131,10 +131,10 @@ def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
 
 
 def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
-    """Return an object's attributes that may change from epoch to epoch.
+    """Return the attributes of an object that may change from epoch to epoch, by name.
 
-    Excluded are the dataset, attributes added by holdfast, and the generator, which is seeded for
-    each epoch.
+    The result does not include the dataset, attributes that holdfast added, or a generator that is
+    seeded for each epoch.
     """
     attributes = getattr(value, "__dict__", {})
     return {
@@ -147,7 +147,7 @@ def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
 
 
 class _Digester:
-    """Computes a digest of values, containers and, recursively, objects' attributes.
+    """Computes a digest of values, of the contents of containers and of the attributes of objects.
 
     Lists of numbers are digested through their ``repr``, which is fast even for long lists.
     """
@@ -180,8 +180,8 @@ class _Digester:
         elif isinstance(value, GENERATOR_TYPES):
             self._visit_generator(value)
         elif isinstance(value, torch.nn.Module):
-            # A sampler that uses a model changes with every step. torch counts the in-place changes
-            # to each tensor in `_version`.
+            # A sampler that uses a model depends on its parameters. torch counts the in-place
+            # changes to each tensor in `_version`.
             self._add(repr([tensor._version for tensor in value.parameters()]))
         elif isinstance(value, (type, FunctionType, MethodType, ModuleType)):
             self._add(repr(getattr(value, "__qualname__", "a module")))
@@ -191,7 +191,7 @@ class _Digester:
             self._visit_once(value, lambda: self.visit_attributes(value))
 
     def _visit_once(self, value: Any, visit: Callable[[], None]) -> None:
-        """Digest a container or an object only once, because objects may refer to each other."""
+        """Digest a container or an object only once, because references may form a cycle."""
         self._add(f"{type(value).__qualname__} {id(value) in self._visited}")
         if id(value) not in self._visited and value is not self._dataset:
             self._visited[id(value)] = value
@@ -224,7 +224,7 @@ class _Digester:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether a value is a container that only contains numbers and strings."""
+    """Return whether a value is a container that only contains numbers, strings, bytes or None."""
     return type(value) in (list, tuple, set, frozenset, range) and _PLAIN_TYPES.issuperset(
         map(type, value)
     )

@@ -1,12 +1,12 @@
 """Read the items of a stream, each with its own random numbers, and resume after any item.
 
-An iterator may draw random numbers before its first item, for example to shuffle the epoch at the
-beginning of a generator's ``__iter__``. This code, the iterator's head, runs in the call that
-returns the first item. Its random numbers must be the same wherever the stream resumes, so the
-first call always runs with the seed of the epoch's first item. But this seed would be wrong for the
-item itself, and the two cannot be separated. A resume therefore starts at least one item earlier,
-at an item that was already returned, and drops that item. If the first call draws no random
-numbers, no item is read twice.
+An iterator may draw random numbers before its first item, for example if a generator function
+``__iter__`` first shuffles the epoch. This code, called the iterator's head, runs in the call that
+returns the first item. The random numbers of the head must be the same wherever the stream resumes,
+so the first call is always made with the seed of the epoch's first item. After a resume, however,
+this seed is wrong for the item that the call returns. A resume therefore starts at least one item
+earlier, at an item that was already returned, and drops that item. If the first call draws no
+random numbers, no item is read twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def isolated_from_training(board: Board | None) -> contextlib.AbstractContextMan
 
 
 class StreamError(Exception):
-    """Raised when a stream has raised another exception, which is in `cause`."""
+    """Raised in place of another exception from a stream. That exception is in `cause`."""
 
     def __init__(self, cause: BaseException) -> None:
         # The message of the cause is not included, because converting it to text may raise an
@@ -56,7 +56,7 @@ class StreamError(Exception):
 
 
 class Items:
-    """Iterates over the items of a stream, seeds each item and counts them.
+    """Iterates over the items of a stream, counts them, and seeds the generators before each item.
 
     Args:
         dataset: The iterable dataset.
@@ -86,7 +86,8 @@ class Items:
         # Number of the item whose seed is used for the first call, or None to use the item's own
         # seed.
         self._first_seed_number: int | None = None
-        # Number of items before the place that a resume starts from, and the dataset's state there.
+        # The position from which a resume reads again: the number of items before it, and the
+        # dataset's state at it.
         self._replay_number = 0
         self._replay_from: Any = None
         # Number of items read so far.
@@ -94,13 +95,13 @@ class Items:
         self.ended = False
 
     def open(self, items: int, state: Any) -> None:
-        """Move to the position after a number of items.
+        """Start reading the stream at the position after a number of items.
 
         Args:
             items: The number of items.
             state: The result of `state` at this position, or None to read all items again.
         """
-        # Show that the worker is busy reading items again.
+        # This shows that the worker is busy, because reading items again may take long.
         self._show(self.number)
         dropped = items if state is None else 0
         if isinstance(state, dict) and _ITEMS_BEHIND in state:
@@ -119,7 +120,7 @@ class Items:
             self._show(self.number)
 
     def remember(self) -> None:
-        """Remember the position before the next item, so that `state` can use it.
+        """Remember the position before the next item, so that a resume can start there.
 
         The position before the first item is not remembered, because many datasets have no state
         yet.
@@ -133,7 +134,10 @@ class Items:
             self._replay_from = self._dataset_state()
 
     def state(self) -> Any:
-        """Return the state with which `open` can resume here, or None to read all items again."""
+        """Return a state with which `open` can resume at the current position.
+
+        Returns None if the dataset has no such state, so that a resume reads all items again.
+        """
         if not self._keeps_state:
             return None
         if self._head_draws is False:
@@ -148,7 +152,10 @@ class Items:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Preserve training's random state, and raise the dataset's errors as `StreamError`."""
+        """Raise the dataset's errors as `StreamError`, and preserve the random state of training.
+
+        Outside of workers, the random state is restored at the end of the ``with`` block.
+        """
         try:
             with isolated_from_training(self._board):
                 yield
@@ -160,8 +167,7 @@ class Items:
         return self
 
     def __next__(self) -> Any:
-        # As in torch, an exhausted iterator is not called again, because it might start from the
-        # beginning.
+        # As in torch, an exhausted iterator is not called again, because it might start over.
         if self.ended:
             raise StopIteration
         seed_number = self.number

@@ -25,15 +25,19 @@ _RANK_NAMES = {
     "num_processes",
 }
 
-# Hugging Face datasets, which distribute their shards themselves, have one of these attributes.
+# Hugging Face datasets, which divide their shards among workers, have one of these attributes.
 _SHARD_COUNTS = ("num_shards", "n_shards")
 
 
 def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
     """Return whether an iterable dataset divides its items among workers itself.
 
-    This is assumed if the code of its classes or of `worker_init_fn` uses the worker info, or if
-    the dataset has shards.
+    This is assumed if `worker_init_fn` or the dataset's code uses the worker info, or if the
+    dataset has shards.
+
+    Args:
+        dataset: The iterable dataset.
+        worker_init_fn: The user's ``worker_init_fn``, or None.
     """
     if "get_worker_info" in _names_in(worker_init_fn):
         return True
@@ -45,14 +49,15 @@ def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
 def divides_among_ranks(dataset: Any) -> bool:
     """Return whether an iterable dataset divides its items among ranks itself.
 
-    This is assumed if its code uses a name that refers to ranks, or if it has such an attribute.
+    This is assumed if the dataset's code uses a name that refers to ranks, such as ``get_rank``, or
+    if the dataset has an attribute with such a name.
     """
     attributes = set(getattr(dataset, "__dict__", ()))
     return bool(_RANK_NAMES & attributes) or _uses_a_name(dataset, _RANK_NAMES)
 
 
 def _uses_a_name(dataset: Any, names: set[str]) -> bool:
-    """Return whether any method of the dataset uses one of these names, except torch's methods."""
+    """Return whether the dataset's own methods, not those inherited from torch, use these names."""
     for cls in type(dataset).__mro__:
         if cls.__module__.startswith("torch."):
             continue

@@ -49,7 +49,7 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.map_source import BatchSource
 from holdfast.loader.workers.report import PASSED_TURN, BatchReport, as_failure, find_shortage
 
-# State in a report if the worker read items but made no batch of them, because of `drop_last`.
+# Value of `BatchReport.state` if the worker read items but made no batch, because of `drop_last`.
 _LEFT_OUT = "left out"
 
 
@@ -70,12 +70,12 @@ class StreamPosition:
 
 
 class InitialState:
-    """The dataset's state before this process first read it.
+    """The state that the dataset had before this process first read it.
 
     The state is restored at the beginning of an epoch if the previous epoch was left early.
     Otherwise, the epoch would begin where the previous one was left, both in this process and in
-    newly forked workers. The state is only captured once, because many datasets later return the
-    position at which their last epoch ended.
+    newly forked workers. The state is captured only once, because after the first epoch, the state
+    of many datasets is the position at which that epoch ended.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class InitialState:
         self.was_left = False
 
     def complete(self, position: StreamPosition) -> StreamPosition:
-        """Return a position, adding the initial state if the position needs one."""
+        """Return the position, with the initial state added if the state must be restored."""
         if position.state is not None or self._state is None or not self.was_left:
             return position
         if position.items:
@@ -93,10 +93,10 @@ class InitialState:
         return replace(position, state=self._state)
 
     def note_reading(self, dataset: Any) -> None:
-        """Record that this process starts to read the dataset."""
+        """Record that this process starts reading the dataset, and capture the initial state."""
         if not self._is_known and is_stateful(dataset):
             self._is_known = True
-            # A dataset may raise an error if it has not been read yet.
+            # A dataset may raise an error in `state_dict` if it has not been read yet.
             with isolated(), contextlib.suppress(Exception):
                 self._state = copy.deepcopy(dataset.state_dict())
         self.was_left = True
@@ -136,13 +136,13 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WorkerShare:
-    """The part of a stream that the worker in this process makes batches of.
+    """The part of a stream from which the worker in this process makes batches.
 
     Args:
         worker: Number of the worker, or 0 in the main process.
         dealt_to: Number of workers that take turns making batches, or 1 if the dataset divides its
             items itself.
-        shard: Key of this worker's position in `BatchStream`.
+        shard: Key of this worker's position in the `positions` of `BatchStream`.
     """
 
     worker: int
@@ -196,7 +196,8 @@ class BatchStream(IterableDataset[Any]):
             initial_state.was_left = False
 
     def _find_share(self) -> _WorkerShare:
-        # Without a board, this process may still be a worker of another loader.
+        # Without a board, this loader has no workers. If there is worker info nevertheless, it
+        # belongs to another loader, in whose worker this loader is used.
         info = None if self._board is None else get_worker_info()
         worker = 0
         workers = 1
@@ -225,6 +226,8 @@ class BatchStream(IterableDataset[Any]):
         try:
             items.open(position.items, position.state)
             while not items.ended:
+                # Counted from the starting position, worker n makes the batches n, n + `dealt_to`,
+                # n + 2 * `dealt_to`, and so on.
                 is_mine = turn % share.dealt_to == share.worker % share.dealt_to
                 turn += 1
                 began = time.perf_counter()
@@ -237,16 +240,16 @@ class BatchStream(IterableDataset[Any]):
             yield None, tuple(self._report_error(error.cause, share.worker, items))
             return False
         finally:
-            # This worker has finished, even if the loop still waits for other workers.
+            # This worker has finished, even if the training loop still waits for other workers.
             _show(cells, items.number, IDLE)
         return True
 
     def _report_error(self, error: BaseException, worker: int, items: Items) -> BatchReport:
-        """Return a report of an error that occurred in place of a batch.
+        """Return the report to send in place of a batch after an error.
 
         Raises:
-            BaseException: The error itself, if the main process ran out of a resource, because
-                reducing the number of workers cannot help there.
+            BaseException: The error itself, if the main process ran out of a resource. In the main
+                process, reducing the number of workers does not help.
         """
         shortage = find_shortage(error)
         if shortage is None:
@@ -256,7 +259,13 @@ class BatchStream(IterableDataset[Any]):
         return BatchReport(worker, shortage=shortage)
 
     def _read_group(self, items: Items, size: int, cells: Cells, *, is_mine: bool) -> list[Any]:
-        """Read the items of one step of all ranks.
+        """Read the items that all ranks together use in one step.
+
+        Args:
+            items: The items of the stream.
+            size: Number of items to read.
+            cells: This worker's cells on the board, or None in the main process.
+            is_mine: Whether this worker makes the batch.
 
         Returns:
             The items if this worker makes the batch, otherwise an empty list.
@@ -264,6 +273,7 @@ class BatchStream(IterableDataset[Any]):
         group = []
         for remaining in range(size, 0, -1):
             _show(cells, items.number, 0)
+            # A resume after this batch can then start before the batch's last item.
             if is_mine and remaining == 1:
                 items.remember()
             item = next(items, items)
@@ -276,7 +286,7 @@ class BatchStream(IterableDataset[Any]):
     def _make_batch(
         self, group: list[Any], worker: int, cells: Cells, items: Items
     ) -> tuple[Any, BatchReport]:
-        """Return this rank's batch of one step, and its report.
+        """Return this rank's batch for one step, and the batch's report.
 
         Raises:
             StreamError: ``collate_fn`` raised an error.
@@ -317,7 +327,7 @@ def _show(cells: Cells, number: int, place: int) -> None:
 
 
 class StreamSource(BatchSource):
-    """The remaining batches of an epoch, for an iterable dataset.
+    """The source of the remaining batches of an epoch, for an iterable dataset.
 
     Args:
         settings: The stream's settings.
@@ -337,7 +347,8 @@ class StreamSource(BatchSource):
         self._workers = workers
         self.positions = positions
         self.turn = turn
-        # A stream that is resumed at its end has no items left, but it is not empty.
+        # Whether the stream has had any items. A stream that is resumed at its end has had items,
+        # although none are left.
         self._has_items = bool(positions)
         self.needs_all_workers = settings.sharded
 
@@ -353,12 +364,13 @@ class StreamSource(BatchSource):
             return
         self._has_items = True
         if report.state is None:
-            # The report contains an error in place of a batch.
+            # The report describes an error instead of a batch.
             return
         items, state, ended = report.state
         worker = report.number
         shard = worker if self._settings.sharded else 0
         self.positions[shard] = StreamPosition(items=items, state=state, ended=ended)
+        # torch takes batches from the workers in turn.
         if self._settings.sharded:
             self.turn = (worker + 1) % self._workers
 

@@ -1,8 +1,9 @@
-"""Shared memory in which workers show their progress, to distinguish slow from stuck workers.
+"""Shared memory in which workers show progress, so that slow workers do not count as stuck.
 
-Each worker has three numbers: the batch, the place in that batch, and how many batches it has
-finished. Only the worker itself writes them, without a lock. A reader may therefore see numbers
-from two different moments, which the next read corrects.
+Each worker has three numbers: the number of the current batch, the place of the current sample in
+that batch, and how many batches the worker has finished. Only the worker itself writes them,
+without a lock. A reader may therefore see numbers from two different moments, which the next read
+corrects.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class WorkerStatus(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker is not idle."""
+        """Whether the worker is starting, reading a sample or collating, rather than idle."""
         return self.place != IDLE
 
     @property
     def is_starting(self) -> bool:
-        """Whether the worker is not ready for its first batch yet."""
+        """Whether the worker is not yet ready for its first batch."""
         return self.place in (STARTING, PREPARING)
 
     @property
@@ -57,6 +58,7 @@ class WorkerStatus(NamedTuple):
     @property
     def has_worked(self) -> bool:
         """Whether the worker has read at least one sample since it started."""
+        # If the worker is at a place above 0, it has read the sample at place 0.
         return self.done > 0 or self.place > 0
 
 
@@ -76,8 +78,8 @@ class Board:
     def cells_of(self, worker: int) -> memoryview[int]:
         """Return the cells of a worker, to which only that worker may write.
 
-        A plain memory view is used because it is fast, and a worker writes its place for each
-        sample.
+        The cells are a plain memory view because writing to one is fast, and a worker writes to its
+        cells for every sample.
         """
         first = _CELLS_PER_WORKER * worker
         cells = memoryview(self._cells).cast("B").cast("q")

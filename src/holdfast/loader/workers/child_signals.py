@@ -1,8 +1,8 @@
-"""Handle SIGCHLD, so that the end of a worker only interrupts the wait for a batch.
+"""Handle SIGCHLD, so that the end of a worker interrupts nothing but the wait for a batch.
 
 When a worker ends, torch's own handler raises an exception in the main thread, *no matter what the
 main thread is doing*, even in the middle of an optimizer step. The handler in this module only
-raises an exception while the loop waits for a batch.
+raises an exception while the training loop waits for a batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils.data._utils import signal_handling
 
 
 class WaitInterruptedError(BaseException):
-    """Raised when a worker exits or is killed while the loop waits for a batch.
+    """Raised when a worker exits or is killed while the training loop waits for a batch.
 
     The class is not derived from `Exception`, because torch's loader reacts to any `Exception` by
-    opening ten temporary files, to check whether file descriptors are available.
+    opening ten temporary files to check whether file descriptors are available.
     """
 
 
@@ -31,14 +31,14 @@ class WaitInterruptedError(BaseException):
 _watches: weakref.WeakSet[Any] = weakref.WeakSet()
 # For each pool, the list of its processes.
 _own_processes: weakref.WeakSet[Any] = weakref.WeakSet()
-# The SIGCHLD handler that was installed before this module's handler. It is torch's handler.
+# The SIGCHLD handler that this module's handler has replaced, which is torch's.
 _previous_handler: Any = None
-# Number of `undisturbed` blocks that the main thread is in.
+# Number of nested `undisturbed` blocks that the main thread is in.
 _undisturbed_blocks = 0
 
 
-# Registered so that it runs before multiprocessing's exit function, which would wait forever for a
-# stopped worker.
+# This function runs at exit, before multiprocessing's own exit function, which would wait forever
+# for a stopped worker.
 @atexit.register
 def _kill_all_workers() -> None:
     for watch in list(_watches):
@@ -46,11 +46,11 @@ def _kill_all_workers() -> None:
 
 
 def handle_child_signals(processes: Sequence[Any]) -> None:
-    """Install this module's SIGCHLD handler, which suppresses torch's errors about processes.
+    """Install a SIGCHLD handler that keeps torch from raising errors about the given processes.
 
-    The handler calls torch's handler and suppresses its errors about `processes`. Such an error
-    could be raised inside a queue and leave the queue locked. Outside the main thread, no handler
-    is installed, because Python does not allow it.
+    The handler calls torch's handler and suppresses any error about `processes` that it raises.
+    Such an error could be raised inside a queue and leave the queue locked. Outside the main
+    thread, no handler is installed, because Python does not allow it.
 
     Args:
         processes: A list of worker processes that supports weak references. More processes may be
@@ -61,8 +61,8 @@ def handle_child_signals(processes: Sequence[Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if _previous_handler is not None:
-        # The handler is only installed once. A handler that was installed later may call this one,
-        # and if this one called the other in turn, they would call each other forever.
+        # The handler is installed only once. Another handler that was installed later may call this
+        # one. If this one also called the other one, they would call each other forever.
         return
     # torch's handler is installed first. Otherwise, torch would install it over this one when it
     # starts the first workers.
@@ -71,15 +71,18 @@ def handle_child_signals(processes: Sequence[Any]) -> None:
 
 
 def wake_on_loss(watch: Any) -> None:
-    """Let the loss of a worker interrupt the wait for a batch in a `WorkerWatch`.
+    """Let the loss of a worker interrupt the main thread while it waits for a batch.
 
-    As in torch, this has no effect outside the main thread.
+    As in torch, the wait is not interrupted in other threads.
+
+    Args:
+        watch: The `WorkerWatch` that detects the loss.
     """
     _watches.add(watch)
 
 
 def wake_main_thread() -> None:
-    """Interrupt the main thread's current system call, so that the thread runs the handler."""
+    """Interrupt the main thread's current system call, so that it runs the SIGCHLD handler."""
     with suppress(ProcessLookupError, RuntimeError):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
@@ -93,10 +96,11 @@ def silence_torch() -> None:
 
 @contextmanager
 def undisturbed() -> Generator[None]:
-    """Postpone interruptions by lost workers until the end of the block.
+    """Postpone interruptions by lost workers until the end of the ``with`` block.
 
-    Closing a loader must not be interrupted. An unreferenced loader may be garbage-collected, and
-    thereby closed, at any time, even while the main thread waits for a batch of another loader.
+    This is used to close loaders, which must not be interrupted. An unreferenced loader may be
+    garbage-collected, and thereby closed, at any time, even while the main thread waits for a batch
+    from another loader.
     """
     global _undisturbed_blocks
     # Signal handlers only interrupt the main thread.
@@ -123,7 +127,8 @@ def _on_child(number: int, frame: Any) -> None:
         try:
             _previous_handler(number, frame)
         except RuntimeError as error:
-            # torch raises only one error per loader, so this loop ends.
+            # After an error, torch's handler is called again for its other loaders. It raises only
+            # one error per loader, so this loop ends.
             if not _names_own_process(str(error)):
                 raise
         else:
@@ -131,7 +136,7 @@ def _on_child(number: int, frame: Any) -> None:
 
 
 def _names_own_process(message: str) -> bool:
-    """Return whether a torch error message names the PID of a worker of a holdfast pool."""
+    """Return whether a torch error message contains the PID of a worker that holdfast started."""
     numbers = set(re.findall(r"\d+", message))
     for processes in list(_own_processes):
         for process in processes:

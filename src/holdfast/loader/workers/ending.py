@@ -1,4 +1,4 @@
-"""Kill worker processes, release the resources that they leave behind, and describe their end.
+"""Kill worker processes, release the resources that they leave behind, and report how they ended.
 
 A worker may have died while holding a lock, so no function in this module waits long for a lock.
 """
@@ -18,19 +18,19 @@ from typing import Any
 from holdfast.core.control_groups import read_fields
 from holdfast.core.threads import start_thread
 
-# How long to wait until a killed process has ended.
+# How long to wait for a killed process to end.
 _GRACE_SECONDS = 1.0
 
-# How long to wait for the exit code of a process that has ended: 50 checks of 2 x 0.01 s. The code
-# is usually available immediately. A delay occurs if another thread, such as torch's, has reaped
-# the process but not stored the code yet.
+# How long to wait for the exit code of a process that has ended: 50 checks, each of which takes
+# 2 x 0.01 s. The code is usually available immediately. A delay occurs if another thread, such as
+# one of torch's, has reaped the process but has not stored the code yet.
 _EXIT_CODE_CHECKS = 50
 _EXIT_CODE_CHECK_SECONDS = 0.01
 
 # The process that owns the files of torch's shared tensors. The kernel may show a shortened name.
 _TORCH_FILE_KEEPER = "torch_shm_manager"
 
-# Iterators that are never cleaned up, because no thread could be started for them.
+# Iterators that are never cleaned up, because no thread could be started for their cleanup.
 _left_iterators: list[list[Any]] = []
 
 
@@ -60,8 +60,8 @@ def kill_with_descendants(process: Any) -> None:
 def _descendants_of(pid: int) -> list[int]:
     """Return the PIDs of a process's children and of their descendants.
 
-    torch's process for shared files is not included, because the main process needs it. It exits on
-    its own when it is no longer needed.
+    The process that owns the files of torch's shared tensors is not included, because the main
+    process needs it. It exits on its own when it is no longer needed.
     """
     descendants = []
     for child in _children_of(pid):
@@ -90,7 +90,7 @@ def _is_file_keeper(pid: int) -> bool:
 
 
 def drop(references: list[Any]) -> None:
-    """Drop the last references to a torch iterator, without waiting long for its cleanup.
+    """Drop the last references to a torch iterator, without waiting long for the resulting cleanup.
 
     The cleanup may wait for a lock that a killed worker held, so it runs in a daemon thread.
 
@@ -98,7 +98,7 @@ def drop(references: list[Any]) -> None:
         references: A list of the iterator and the objects that belong to it. The list is emptied.
     """
     if sys.is_finalizing():
-        # Threads can no longer be started, and torch's cleanup does nothing at this point.
+        # At interpreter exit, threads can no longer be started, and torch's cleanup does nothing.
         references.clear()
         return
     try:
@@ -116,7 +116,7 @@ def drop(references: list[Any]) -> None:
 def oom_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory since boot.
 
-    Returns 0 if unknown.
+    Returns 0 if the number is unknown.
     """
     return read_fields(Path("/proc/vmstat")).get("oom_kill", 0)
 
@@ -133,7 +133,7 @@ def exit_code(process: Any) -> int | None:
 
 
 def how_it_ended(process: Any, oom_kills_before: int) -> str:
-    """Describe how a worker process ended.
+    """Return a phrase that describes how a worker process ended, such as "was killed by SIGSEGV".
 
     Args:
         process: The worker.

@@ -1,7 +1,7 @@
-"""Make one batch in a worker: read its samples, replace bad ones, and collate them.
+"""Make one batch in a worker: read the samples, replace bad ones, and collate the batch.
 
-Each sample has its own random numbers. Problems are returned in a `BatchReport`; `recovery` and
-`map_source` decide how to handle them.
+Each sample is read with its own random numbers. Problems are returned in a `BatchReport`, and
+`recovery` and `map_source` determine how to handle them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.loader.workers.report import BatchReport, LoadFailure, as_failure,
 # A failed read is retried once, because a drive may fail temporarily.
 _TRIES = 2
 
-# Collate functions that draw no random numbers, so generators need not be seeded for them.
+# Collate functions that draw no random numbers. The generators need not be seeded for them.
 _COLLATES_WITHOUT_RANDOMNESS = (default_collate, default_convert)
 
 
@@ -57,9 +57,10 @@ class _BadSamples:
     """The samples that cannot be used in the current batch.
 
     Args:
-        keys: The keys of these samples, including quarantined ones.
+        keys: The keys (see `key_of`) of these samples, including quarantined samples.
         failures: The failures of samples that were not quarantined before.
-        tried_place: Place of a sample that has already failed once, or None.
+        tried_place: Place of a sample that could not be read in the first attempt and is retried,
+            or None.
     """
 
     keys: set[Any]
@@ -68,7 +69,7 @@ class _BadSamples:
 
 
 class Fetcher(Dataset[Any]):
-    """A map-style dataset that maps a batch request to a batch and its report.
+    """A dataset indexed by batch requests. Each item is a batch with its report.
 
     Args:
         dataset: The user's dataset.
@@ -107,8 +108,8 @@ class Fetcher(Dataset[Any]):
 
         Args:
             fields: The fields of a `BatchRequest`. Plain tuples are sent in both directions,
-                because pickling them is faster. An empty tuple means that the request could not be
-                pickled.
+                because they can be pickled faster. An empty tuple means that the request could not
+                be pickled.
         """
         if not fields:
             raise TypeError(
@@ -152,9 +153,9 @@ class Fetcher(Dataset[Any]):
     def _read_control_sample(self, request: BatchRequest, cells: memoryview[int]) -> None:
         """In a worker that replaces a lost one, first read a sample that is not suspected.
 
-        Success shows that the worker is able to read samples, so if it is lost at a later sample,
-        that sample is to blame. On the board, the control sample counts as a finished batch. The
-        sample itself is discarded.
+        If the worker can read this control sample but is lost at a later sample, the later sample
+        is to blame. On the board, reading the control sample counts as a finished batch. The
+        control sample itself is discarded.
         """
         place = request.control_place
         if place is None or WorkerStatus(*cells).has_worked:
@@ -179,7 +180,7 @@ class Fetcher(Dataset[Any]):
             batch, report = self._collate(request, cells, samples, report)
         if self._seeding.was_drawn(before):
             # A sample drew from a generator that was not seeded. All samples are read again with
-            # seeded generators, because collating may have modified even samples that drew nothing.
+            # seeded generators, because collating may also have modified samples that drew nothing.
             return self._make_batch(request, cells)
         return batch, report
 
@@ -197,7 +198,7 @@ class Fetcher(Dataset[Any]):
                 batch = self.collate(samples[0])
             else:
                 batch = self.collate(samples)
-        # The error is raised in the main process.
+        # The error is reported, and the main process raises it.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             let_through(error)
             failed = BatchReport(request.number, request.indices, report.failures)
@@ -212,7 +213,8 @@ class Fetcher(Dataset[Any]):
     def _read_samples(self, request: BatchRequest, cells: Cells) -> list[Any]:
         """Return the samples before the first one that cannot be read.
 
-        Every sample is read in this loop, so the loop only does what is necessary.
+        If some samples of the batch are quarantined, no sample is read here. Almost all samples are
+        read in the loop below, so the loop does only what is necessary.
         """
         samples: list[Any] = []
         if request.bad:
@@ -245,8 +247,8 @@ class Fetcher(Dataset[Any]):
         bad_samples = _BadSamples(
             keys={key_of(index) for index in request.bad},
             failures=[],
-            # `_read_samples` has already tried to read the sample at this place. If some samples of
-            # the batch were known to be bad, it has not read any.
+            # `_read_samples` has already tried to read the sample at this place, unless some
+            # samples of the batch were already quarantined. In that case, it did not read any.
             tried_place=None if request.bad else first_place,
         )
         for place in range(first_place, len(request.indices)):
@@ -263,7 +265,7 @@ class Fetcher(Dataset[Any]):
     def _read_place(
         self, request: BatchRequest, cells: Cells, place: int, bad_samples: _BadSamples
     ) -> _SampleResult:
-        """Return a sample for a place of the batch, or the reason why there is none.
+        """Return a sample for one place in the batch, or the reason why there is none.
 
         Samples that cannot be read are added to `bad_samples`.
         """
@@ -279,7 +281,8 @@ class Fetcher(Dataset[Any]):
             if reading.failure is None:
                 return reading
             if reading.shortage is not None and cells is not None:
-                # The sample is not at fault. With fewer workers, the resource may be sufficient.
+                # The sample is not at fault. With fewer workers, there may be enough of the
+                # resource.
                 return reading
             failure = reading.failure
             if self.replaces:
@@ -292,7 +295,7 @@ class Fetcher(Dataset[Any]):
         return _SampleResult(index, failure=failure)
 
     def _candidates(self, request: BatchRequest, place: int) -> Iterator[tuple[int, Any]]:
-        """Yield the indices that may fill a place of the batch, each with its own place."""
+        """Yield the candidates for a place in the batch, as pairs of their own place and index."""
         indices = request.indices[place : place + 1]
         if self.replaces:
             indices = request.candidates[place:]

@@ -17,16 +17,20 @@ from holdfast.loader.workers.report import BatchReport
 
 
 class BatchSource:
-    """The remaining batches of an epoch, as `WorkerRecovery` uses them.
+    """The interface through which `WorkerRecovery` gets the remaining batches of an epoch.
 
-    The default methods are for sources whose samples are not known in advance, such as streams.
+    The default methods suit sources whose samples are not known in advance, such as streams.
     """
 
     # Whether the number of workers must not change, because the order of samples depends on it.
     needs_all_workers = False
 
     def dataset(self, board: Board | None) -> Any:
-        """Return a dataset whose items are the remaining batches with their reports."""
+        """Return a dataset whose items are the remaining batches with their reports.
+
+        Args:
+            board: The board on which workers show their progress, or None in the main process.
+        """
         raise NotImplementedError
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[Any]:
@@ -40,11 +44,11 @@ class BatchSource:
         return iter(())
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Fill in the fields of a report that a worker does not send."""
+        """Fill in the fields of a report that a worker does not send, and return the report."""
         return report
 
     def delivered(self, report: BatchReport) -> None:
-        """Record that a batch is returned to the loop."""
+        """Record that a batch, or an error in its place, is returned to the training loop."""
         raise NotImplementedError
 
     def is_finished(self) -> bool:
@@ -59,15 +63,24 @@ class BatchSource:
         """Return the dataset index of the sample that a worker was reading.
 
         Returns None if the worker was not reading a sample, or if the source cannot skip samples.
+
+        Args:
+            status: The last status that the worker showed on the board.
         """
         del status
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Skip a sample from now on."""
+        """Quarantine a sample, which is skipped from now on.
+
+        Args:
+            index: Dataset index of the sample.
+            kind: See `Quarantined`.
+            evidence: See `Quarantined`.
+        """
 
 
 class MapSource(BatchSource):
-    """The remaining batches of an epoch, for a map-style dataset.
+    """The source of the remaining batches of an epoch, for a map-style dataset.
 
     Args:
         batches: Groups the samples into batches.
@@ -93,20 +106,25 @@ class MapSource(BatchSource):
         self._epoch = epoch
         self._ledger = ledger
         self._emit = emit
-        # Keys of the quarantined samples. The iterator below keeps a reference to this set.
+        # Keys of the quarantined samples. The iterator below refers to this set, so the set must be
+        # updated in place.
         self._bad_keys = ledger.bad(epoch)
         self._upcoming = batches.requests(epoch, start, self._bad_keys)
         self._has_upcoming = True
-        # Requests without a result yet, by number, each with the position after it.
+        # Requests for which no batch has been returned yet, by number, each with the position after
+        # its batch.
         self._pending: dict[int, tuple[BatchRequest, int]] = {}
         self._losses = 0
 
     def dataset(self, board: Board | None) -> Fetcher:
-        """Return a dataset whose items are batches with their reports."""
+        """Return a dataset whose indices are requests and whose items are batches with reports."""
         return self._make_fetcher(board)
 
     def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[BatchRequest]:
-        """Yield requests for the remaining batches, beginning with requests of lost workers."""
+        """Yield requests for the remaining batches, beginning with those that are still pending.
+
+        After a loss, each pending request is given a control sample (see `BatchRequest`).
+        """
         if after_loss:
             self._losses += 1
         for number in sorted(self._pending):
@@ -122,10 +140,10 @@ class MapSource(BatchSource):
         self._has_upcoming = False
 
     def _control_place(self, request: BatchRequest, suspect: Any) -> int | None:
-        """Choose a control sample for a new worker, a different one after each loss.
+        """Return the place of a control sample among the candidates of a request.
 
-        The control sample is neither known to be bad nor suspected. Returns its place among the
-        request's candidates, or None if there is no such sample.
+        The control sample is neither known to be bad nor suspected, and a different one is chosen
+        after each loss. Returns None if there is no such sample.
         """
         avoided_keys = self._bad_keys | {key_of(suspect)}
         places = [
@@ -138,7 +156,7 @@ class MapSource(BatchSource):
         return places[self._losses % len(places)]
 
     def complete(self, report: BatchReport) -> BatchReport:
-        """Fill in the dataset indices of a report's batch.
+        """Fill in the dataset indices of a report's batch, and return the report.
 
         A worker only sends the indices if they differ from those in the request.
         """
@@ -148,10 +166,10 @@ class MapSource(BatchSource):
         return report._replace(indices=request.indices)
 
     def delivered(self, report: BatchReport) -> None:
-        """Record that a batch is returned to the loop, and quarantine its bad samples.
+        """Record that a batch is returned to the training loop, and quarantine its bad samples.
 
         If no replacement for a bad sample could be found, no sample is quarantined. Otherwise, a
-        missing drive would use up the quarantine's limit.
+        missing drive would fill the quarantine up to its limit.
 
         Raises:
             LoaderError: H612 if too many samples would be quarantined.
@@ -164,7 +182,7 @@ class MapSource(BatchSource):
             self.quarantine(failure.index, "raised", failure.text)
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Skip a sample from now on, and emit an event.
+        """Quarantine a sample, which is skipped from now on, and emit an event.
 
         Raises:
             LoaderError: H612 if the quarantine is full.
@@ -179,11 +197,12 @@ class MapSource(BatchSource):
         return not self._has_upcoming and not self._pending
 
     def is_short(self) -> bool:
-        """Return whether there are requests without a result."""
+        """Return whether there are requests for which no batch has been returned."""
         return bool(self._pending)
 
     def sample_at(self, status: WorkerStatus) -> Any:
         """Return the dataset index of the sample that a worker was reading, or None."""
+        # A negative place does not refer to a sample.
         pending = self._pending.get(status.number)
         if pending is None or status.place < 0:
             return None

@@ -1,7 +1,7 @@
 """A pool of workers: a torch loader, its worker processes, and the thread that watches them.
 
-A pool is started, makes batches and is closed. If its workers are lost, the pool is abandoned
-instead of closed. A pool never replaces a worker; `recovery` starts a new pool.
+A pool starts workers, makes batches and is closed. If the workers are lost, the pool is abandoned
+instead of closed. A pool never replaces a worker. Instead, `recovery` starts a new pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.loader.workers.processes import (
 from holdfast.loader.workers.report import BatchReport, find_shortage
 from holdfast.loader.workers.watch import WorkerLoss, WorkerWatch
 
-# When a worker dies, its connection may break a moment before its death is detected.
+# How long to wait for a worker's death to be detected after its connection has broken.
 _DEATH_PATIENCE_SECONDS = 0.25
 
 # Options of torch's loader that also apply without workers.
@@ -70,7 +70,7 @@ class WorkerSettings:
 
 
 class _RequestSampler:
-    """A sampler that passes the current epoch's requests to torch's loader."""
+    """A sampler that passes the batch requests of the current epoch to torch's loader."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Any] = iter(())
@@ -122,7 +122,8 @@ class WorkerPool:
     Args:
         make_dataset: Given the board, returns a dataset whose items are batches with their reports.
         settings: The settings for the workers.
-        limit_seconds: Time at one sample after which a worker counts as stuck (see `WorkerWatch`).
+        limit_seconds: Time spent on one sample after which a worker counts as stuck (see
+            `WorkerWatch`).
         timeout_seconds: How long the loop may wait for a batch (see `WorkerWatch`).
     """
 
@@ -159,7 +160,7 @@ class WorkerPool:
                 if name in _OPTIONS_WITHOUT_WORKERS
             }
         dataset = make_dataset(self._board)
-        # Workers of a stream exit when their part of the stream is exhausted.
+        # The workers of a stream exit when their part of the stream is exhausted.
         self._may_end = isinstance(dataset, IterableDataset)
         # torch warns if there are too many workers, but the `DataLoader` has already given this
         # warning.
@@ -175,7 +176,7 @@ class WorkerPool:
         # remove the last reference to them.
         self._torch_loader = [torch_loader]
         self._torch_iterator: list[Any] = []
-        # Whether a batch was requested but has not completely arrived.
+        # Whether a batch has been requested but has not been received completely.
         self._is_waiting = False
 
     @property
@@ -194,7 +195,7 @@ class WorkerPool:
 
     @property
     def lost_at(self) -> float | None:
-        """When a loss was detected, on the monotonic clock, or None if there was no loss."""
+        """When a loss was detected, in seconds on the monotonic clock, or None if no loss was."""
         if self._watch is None or not self._watch.lost:
             return None
         return self._watch.lost_at
@@ -203,6 +204,9 @@ class WorkerPool:
 
     def begin(self, requests: Iterator[Any]) -> None:
         """Start making the remaining batches of an epoch.
+
+        Args:
+            requests: Yields the `BatchRequest` for each batch. Empty for a stream.
 
         Raises:
             WorkersLostError: The workers could not be started, or were lost between two epochs.
@@ -221,8 +225,8 @@ class WorkerPool:
                 timeout_seconds=self._timeout_seconds,
                 may_end=self._may_end,
             )
-            # Uses a weak reference to this pool, so that the watching thread also ends if the
-            # loader is abandoned.
+            # `finalize` only has a weak reference to this pool, so the watching thread also ends if
+            # the loader is garbage-collected without being closed.
             weakref.finalize(self, self._watch.end).atexit = False
 
     def next(self) -> tuple[Any, BatchReport]:
@@ -242,12 +246,12 @@ class WorkerPool:
         return batch, BatchReport(*fields)
 
     def _call_torch(self, call: Callable[[], Any]) -> Any:
-        """Call torch's loader and return its result.
+        """Call a function that uses torch's loader, and return the function's result.
 
         Raises:
             WorkersLostError: The workers failed.
-            Exception: An exception raised by the user's code, such as ``worker_init_fn``, or
-                because an object cannot be pickled.
+            Exception: An exception that the user's code raised, for example in ``worker_init_fn``,
+                or an error because an object cannot be pickled.
         """
         if not self.num_workers:
             return call()
@@ -269,8 +273,8 @@ class WorkerPool:
             if loss_of_torch is None:
                 raise
             loss = loss_of_torch
-        # Raised outside the except block. Otherwise, the exception's context would keep a reference
-        # to the interrupted iterator.
+        # The error is raised outside the except blocks. Otherwise, its context would keep a
+        # reference to the interrupted iterator.
         raise WorkersLostError(loss)
 
     # --- the end ----------------------------------------------------------------------------------
@@ -306,10 +310,10 @@ class WorkerPool:
 
 
 def _next_item(iterator: Any) -> Any:
-    """Return the next item of a torch iterator, avoiding torch's profiler mark if possible.
+    """Return the next item of a torch iterator, bypassing torch's profiler annotation if possible.
 
-    Without an active profiler, the mark is not needed. It takes 10 microseconds, or 100 if a
-    training step between two batches has evicted it from the CPU caches.
+    The annotation is only needed while a profiler is active. It takes 10 microseconds, or 100 if
+    its code and data have left the CPU caches during a training step.
     """
     next_data = getattr(iterator, "_next_data", None)
     if next_data is None or torch._C._autograd._profiler_enabled():
@@ -318,12 +322,16 @@ def _next_item(iterator: Any) -> Any:
 
 
 def _find_loss(error: Exception, watch: WorkerWatch | None) -> WorkerLoss | None:
-    """Return the worker loss that caused an exception of torch's loader.
+    """Return the worker loss that caused an exception in torch's loader.
 
     Returns None if the exception was raised by the user's code.
+
+    Args:
+        error: The exception.
+        watch: The watch of the workers, or None if the workers were just being started.
     """
     if watch is not None:
-        # torch uses this message for exceptions that were raised in a worker.
+        # torch adds this text to exceptions that were raised in a worker.
         was_raised_by_user = "in DataLoader worker process" in str(error)
         return None if was_raised_by_user else _loss_behind(error, watch)
     shortage = find_shortage(error)

@@ -1,8 +1,9 @@
 """Start worker processes that end when their parent ends.
 
 torch starts workers through a multiprocessing context. The context defined in this module records
-each process, sends the worker's arguments in a file instead of a pipe, and prepares the worker
-(`_begin_worker`) before torch's code runs. `child_signals` and `ending` handle the end of a worker.
+each process, sends the worker's arguments in a file instead of through a pipe, and prepares the
+worker (`_begin_worker`) before torch's code runs. `child_signals` and `ending` handle the end of a
+worker.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 # From linux/prctl.h: sets the signal that a process receives when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
-# Signals that a terminal, a scheduler or Slurm's --signal sends to all processes of a job. Workers
-# ignore them, and so do the programs that they start to read samples, because the parent decides
-# how to react. SIGTERM ends a worker as usual.
+# Signals that a terminal, a scheduler or Slurm's --signal sends to all processes of a job. Workers,
+# and the programs that workers start to read samples, ignore these signals, because the parent
+# decides how to react to them. SIGTERM ends a worker as usual.
 _SIGNALS_FOR_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -55,9 +56,10 @@ class UnreadableError(BaseException):
 
 
 class StartedProcesses(list[Any]):
-    """The worker processes of a pool, recorded before they run, so that torch never reports errors.
+    """The worker processes of a pool, recorded before they run.
 
-    The list is compared and hashed by identity, so that it can be in a weak set.
+    `child_signals` uses the list to suppress torch's errors about these processes. The list is
+    compared and hashed by identity, so that it can be in a weak set.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -83,7 +85,7 @@ def recording_context(
     context_class: Any = type(context)
     recording = _recording_class(context_class)()
     recording.processes = processes
-    # A fork server always forks workers in its main thread, no matter which thread requests them.
+    # A fork server always forks workers in its main thread, whichever thread here requests them.
     is_forked_by_server = context.get_start_method() == "forkserver"
     is_main_thread = threading.current_thread() is threading.main_thread()
     recording.worker_start = _WorkerStart(
@@ -94,15 +96,15 @@ def recording_context(
     return recording
 
 
-# Cached because classes are reference cycles. With a class per pool, the pool's pipes would stay
-# open until the next garbage collection.
+# The class is cached, because every class is part of a reference cycle. With a class for each pool,
+# the pool's pipes would stay open until the next garbage collection.
 @functools.cache
 def _recording_class(context_class: Any) -> Any:
     class RecordingContext(context_class):  # type: ignore[misc]
         processes: StartedProcesses
         worker_start: _WorkerStart
 
-        # This method and Queue override methods of the context, so their names are given.
+        # `Process` and `Queue` override methods of the context, so they must have these names.
         def Process(  # noqa: N802
             self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any
         ) -> Any:
@@ -125,8 +127,8 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
     """A queue that notifies its reader when an item cannot be pickled.
 
     A multiprocessing queue pickles items in a thread. If pickling fails, the standard queue only
-    prints the error, and the training loop would wait forever (pytorch#142884).
-    ``concurrent.futures`` uses the same hook.
+    prints the error, and the training loop would wait forever (pytorch#142884). This class
+    overrides the hook that handles such errors, as ``concurrent.futures`` does.
     """
 
     def get(self, *args: Any, **options: Any) -> Any:
@@ -140,13 +142,14 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run t
             raise UnreadableError(error) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        # If the substituted item cannot be pickled either, this hook is called again, and the last
-        # case applies.
+        # If the item that is sent instead cannot be pickled either, this hook is called again, and
+        # the last case applies.
         match item:
             case (number, (batch, tuple(fields))) if batch is not None:
                 self.put((number, (None, tuple(_report_unpicklable(BatchReport(*fields), error)))))
             case (number, tuple(fields)) if len(fields) == len(BatchRequest._fields):
-                # The worker responds to an empty request with a `TypeError`.
+                # A request could not be pickled. The worker answers an empty request with a
+                # `TypeError`.
                 self.put((number, ()))
             case _:
                 # The item was sent by torch itself, for example an error. Raising an exception here
@@ -163,10 +166,11 @@ def _report_unpicklable(report: BatchReport, error: Exception) -> BatchReport:
 
 
 class _Parcel:
-    """The target and arguments of a worker that is not forked. Unpickling returns them as a tuple.
+    """The target and arguments of a worker that is not forked.
 
     They are sent in an in-memory file, not through a pipe. A pipe is full after 64 KiB, and if the
-    reader has died, a process that writes more waits forever.
+    reader has died, a process that writes more data waits forever. In the worker, unpickling the
+    parcel returns the target and the arguments as a tuple.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -174,8 +178,8 @@ class _Parcel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         file = os.memfd_create("holdfast-worker")
-        # The file is needed until the worker has started. After that, the parcel is
-        # garbage-collected.
+        # The file is needed until the worker has started. It is closed when this parcel is
+        # garbage-collected, which happens later.
         weakref.finalize(self, os.close, file)
         unwritten = memoryview(ForkingPickler.dumps(self._content))
         while unwritten:
@@ -198,7 +202,7 @@ def _unpack(file: Any) -> Any:
 
 
 class _WorkerStart(NamedTuple):
-    """Tells a new worker how to prepare itself before torch's code runs.
+    """Settings with which a new worker prepares itself before torch's code runs.
 
     Args:
         parent: PID of the process that the worker must not outlive, or None if a fork server forks
@@ -213,7 +217,7 @@ class _WorkerStart(NamedTuple):
 
 
 def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
-    """Prepare this process, which is a new worker, and call its target."""
+    """Prepare this process, which is a new worker, and call the worker's target function."""
     _die_with_parent(start)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in _SIGNALS_FOR_THE_PARENT:
@@ -224,8 +228,8 @@ def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequenc
             faulthandler.register(STACKS_SIGNAL)
     if start.share_by_file:
         set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    # If the parent had unreachable loaders at the time of the fork, they must not be
-    # garbage-collected here, because that would end the parent's other workers.
+    # This process has copies of any unreachable loaders that the parent had at the time of the
+    # fork. They must not be garbage-collected here, because that would end the parent's workers.
     gc.freeze()
     target, args = parcel
     del parcel
@@ -233,10 +237,10 @@ def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequenc
 
 
 def _die_with_parent(start: _WorkerStart) -> None:
-    """Make the kernel kill this process when its parent ends, by whatever means is available."""
+    """Make the kernel kill this process when its parent ends, by the means that apply here."""
     if start.dies_with_thread:
-        # The kernel sends this signal when the *thread* that forked this process ends, so it is
-        # only requested in workers that were started by the main thread.
+        # The kernel sends this signal when the *thread* that forked this process ends, so only
+        # workers that were forked by a main thread request the signal.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if start.parent is None:
         _let_fork_server_end()
@@ -250,8 +254,8 @@ def _die_with_parent(start: _WorkerStart) -> None:
 def _die_with_parents_pipe() -> None:
     """Make the kernel kill this process when the parent closes its end of their pipe.
 
-    A forked worker also has copies of the parent's ends for all earlier workers, so the workers die
-    one after the other, beginning with the last one.
+    A forked worker also has copies of the parent's ends of the pipes to all earlier workers, so the
+    workers die one after the other, beginning with the one that was started last.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -264,8 +268,8 @@ def _die_with_parents_pipe() -> None:
 def _let_fork_server_end() -> None:
     """Close this process's copy of the descriptor that keeps the fork server alive.
 
-    Otherwise there would be a deadlock: the server would wait for its workers to end, and they only
-    end with the server.
+    Without this, there would be a deadlock: the server would wait for its workers to end, and the
+    workers only end when the server ends.
     """
     descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if descriptor is not None:

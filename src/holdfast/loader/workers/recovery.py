@@ -1,6 +1,6 @@
 """Yield the batches of an epoch, and replace the workers when they are lost.
 
-The steps are all in `WorkerRecovery`:
+`WorkerRecovery` performs all steps:
 
 1. `batches` requests the next batch from the pool. If a worker has died, was stopped or is stuck
    (see `watch`), the pool raises `WorkersLostError`.
@@ -32,13 +32,13 @@ from holdfast.loader.workers.remedies import (
 from holdfast.loader.workers.report import BatchReport
 from holdfast.loader.workers.watch import LONGEST_FACTOR, WorkerLoss
 
-# Minimum time at one sample after which a worker counts as stuck. This is the watchdog's minimum of
-# 30 s, doubled because a sample may be on a slow network drive. The limit is doubled again each
-# time workers get stuck at the same place.
+# Minimum time spent on one sample after which a worker counts as stuck. It is twice the watchdog's
+# minimum of 30 s, because a sample may be on a slow network drive. The limit is doubled again each
+# time workers get stuck without a batch arriving in between.
 _LIMIT_SECONDS = 60.0
 
-# If the timeout was too short for one batch, it is probably too short for others. It is therefore
-# raised to this multiple of the longest time for a batch.
+# If the timeout is too short for one batch, it is probably too short for others. The timeout is
+# therefore raised to at least this multiple of the longest time that a batch has taken.
 _TIMEOUT_FACTOR = 2
 
 
@@ -53,7 +53,7 @@ class WorkerRecovery:
     def __init__(self, settings: WorkerSettings, emit: Callable[[EventData], None]) -> None:
         self.settings = settings
         self._emit = emit
-        # With ``persistent_workers``: the workers of the last epoch.
+        # With ``persistent_workers``, the pool from the last epoch. Otherwise None.
         self._kept_pool: WorkerPool | None = None
         self._suspects = SuspectSamples()
         # Dataset index of the sample that a worker was reading when it was last lost, or None.
@@ -73,7 +73,7 @@ class WorkerRecovery:
             LoaderError: H614 if workers are lost repeatedly and no remedy is left.
         """
         pool = self._take_kept_pool() or self._start_pool(source)
-        # Requests to pass to the pool. None once the pool has received them.
+        # Requests to pass to the pool, or None if the pool has already received them.
         requests: Iterator[Any] | None = source.requests(after_loss=False)
         self._losses_in_a_row = 0
         self._time_losses_in_a_row = 0
@@ -100,12 +100,12 @@ class WorkerRecovery:
     ) -> tuple[Any, BatchReport] | WorkerLoss | None:
         """Return the next batch with its report, or the loss if the pool's workers are lost.
 
-        Returns None at the end of the epoch.
+        At the end of the epoch, None is returned.
 
         Args:
             pool: The pool.
             source: The source of the batches.
-            requests: The requests to pass to a new pool, or None if the pool already has them.
+            requests: The requests to pass to the pool, or None if the pool already has them.
         """
         try:
             if requests is not None:
@@ -142,8 +142,10 @@ class WorkerRecovery:
     # --- pools ------------------------------------------------------------------------------------
 
     def _start_pool(self, source: BatchSource) -> WorkerPool:
-        # The watch of the new pool does not know how long samples took in earlier pools.
+        # The limit takes earlier pools into account, because the new pool's watch does not know how
+        # long samples took there.
         limit_seconds = max(_LIMIT_SECONDS, LONGEST_FACTOR * self._longest_sample_seconds)
+        # The limits may be too short, so each consecutive hang or timeout doubles them.
         patience = 2**self._time_losses_in_a_row
         return WorkerPool(
             source.dataset,
@@ -168,7 +170,7 @@ class WorkerRecovery:
         self._longest_sample_seconds = max(self._longest_sample_seconds, pool.longest_seconds)
 
     def close(self) -> None:
-        """End the workers that were kept from the last epoch."""
+        """Shut down the workers that were kept from the last epoch."""
         pool = self._take_kept_pool()
         if pool is not None:
             pool.close()
@@ -181,8 +183,8 @@ class WorkerRecovery:
         Raises:
             LoaderError: H614 if no remedy is left.
         """
-        # Workers may be lost while the loop is training. The event only reports the time for which
-        # the loop waited.
+        # Workers may be lost while the loop is training. The event only reports how long the loop
+        # had to wait.
         noticed_at = max(lost_pool.lost_at or 0.0, self._asked_at)
         self._note_longest_sample(lost_pool)
         lost_pool.abandon()
@@ -252,7 +254,7 @@ class WorkerRecovery:
         return remedy
 
     def _raise_limit_of_descriptors(self) -> None:
-        """Permanently raise this process's limit of open files to the allowed maximum."""
+        """Permanently raise this process's limit on open files to the maximum allowed."""
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft_limit == hard_limit:
             return

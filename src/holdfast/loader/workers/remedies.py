@@ -1,10 +1,10 @@
-"""Choose a remedy after workers were lost, from a table of named rules.
+"""Choose a remedy for the loss of workers from a table of named rules.
 
-This module changes nothing itself: `choose_remedy` returns a `WorkerRemedy`, which `WorkerRecovery`
-applies.
+This module does not apply the remedy: `choose_remedy` returns a `WorkerRemedy`, which
+`WorkerRecovery` applies.
 
 If only one worker fails, the sample that it was reading is suspected. A sample is quarantined if
-two workers are lost while reading it and other workers are fine. If new workers fail too, the
+two workers are lost while reading it and other workers are fine. If new workers fail as well, the
 machine is suspected, and the number of workers is reduced step by step, down to zero.
 """
 
@@ -18,7 +18,8 @@ from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.workers.watch import WorkerLoss
 
-# Number of losses blamed on a sample before it is quarantined. A single loss may be a coincidence.
+# Number of losses blamed on a sample after which the sample is quarantined. A single loss may be a
+# coincidence.
 _LOSSES_BEFORE_QUARANTINE = 2
 
 # Number of consecutive pools that must hang, each at a different sample, before loading continues
@@ -30,9 +31,9 @@ _BLOCKED_POOLS_BEFORE_NONE = 3
 class Suspicion:
     """The evidence against a sample that a lost worker was reading."""
 
-    # Whether another worker was lost at this sample before.
+    # Whether a worker has been lost while reading this sample before.
     is_known: bool
-    # Whether the loss is blamed on the sample, because workers can read other samples.
+    # Whether the loss is blamed on the sample, because workers are able to read other samples.
     is_blamed: bool
     # Number of losses blamed on the sample, including this one.
     blamed_losses: int
@@ -45,11 +46,17 @@ class SuspectSamples:
         self._blamed_losses: dict[Any, int] = {}
 
     def note_loss(self, index: Any, loss: WorkerLoss) -> Suspicion:
-        """Record that a worker was lost at a sample, and return the evidence against the sample."""
+        """Record that a worker was lost while reading a sample, and return the evidence against it.
+
+        Args:
+            index: Dataset index of the sample.
+            loss: The loss of the worker.
+        """
         key = key_of(index)
         is_known = key in self._blamed_losses
         # Workers that start after a loss first read another sample (see `MapSource.requests`). If
-        # this succeeds and a worker is lost at the suspected sample again, that sample is to blame.
+        # that succeeds and a worker is then lost at the suspected sample again, the suspected
+        # sample is to blame.
         has_worked = loss.status is not None and loss.status.has_worked
         is_blamed = bool(loss.others_fine) or (is_known and has_worked)
         blamed_losses = self._blamed_losses.get(key, 0)
@@ -59,7 +66,7 @@ class SuspectSamples:
         return Suspicion(is_known=is_known, is_blamed=is_blamed, blamed_losses=blamed_losses)
 
     def clear(self, indices: tuple[Any, ...]) -> None:
-        """Clear the suspicion against samples that were read successfully or are quarantined."""
+        """Forget the losses blamed on samples that were read successfully or are quarantined."""
         if not self._blamed_losses:
             return
         for index in indices:
@@ -78,21 +85,22 @@ class LossCase:
     losses_in_a_row: int
     # Number of workers in the lost pool, at least 1.
     workers: int
-    # Whether tensors are already shared through files.
+    # Whether tensors are already shared through named files.
     share_by_file: bool
     # Whether the user passed a ``worker_init_fn``.
     has_worker_init_fn: bool
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the previous pool was also lost at this place."""
+        """Whether the previous pool was also lost, and no batch has arrived since then."""
         return self.losses_in_a_row > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRemedy:
-    """The changes to make before the next pool is started. `text` describes them in the event."""
+    """The changes to make before the next pool is started."""
 
+    # Describes the changes in the event.
     text: str
     # Number of workers from now on, or None to keep the current number.
     workers: int | None = None
@@ -105,7 +113,7 @@ Rule: TypeAlias = Callable[[LossCase], WorkerRemedy | None]
 
 
 def choose_remedy(case: LossCase) -> WorkerRemedy:
-    """Return the remedy of the first rule in `RULES` that has one.
+    """Return the remedy for a loss, from the first rule in `RULES` that has one.
 
     Raises:
         LoaderError: H614 if no remedy is left.
@@ -135,7 +143,7 @@ def use_fewer_workers_in_a_shortage(case: LossCase) -> WorkerRemedy | None:
 
 
 def stop_pinning_memory(case: LossCase) -> WorkerRemedy | None:
-    """If the thread that pins memory failed twice at the same place, stop pinning memory."""
+    """If the thread that pins memory failed twice in a row, stop pinning memory."""
     if "Pin memory" not in case.loss.cause or not case.is_repeated:
         return None
     return WorkerRemedy(text="memory is no longer pinned", stop_pinning=True)
@@ -154,8 +162,8 @@ def quarantine_the_sample(case: LossCase) -> WorkerRemedy | None:
 def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
     """If the machine ran out of a resource while a worker was reading a sample, use fewer workers.
 
-    At least one worker is kept as long as the sample may be at fault. Without workers, the sample
-    could kill the training process.
+    At least one worker is kept while the sample may be at fault, because without workers, the
+    sample could kill the training process.
     """
     suspicion = case.suspicion
     if case.loss.shortage is None or suspicion is None:
@@ -165,21 +173,24 @@ def use_fewer_workers_at_a_large_sample(case: LossCase) -> WorkerRemedy | None:
 
 
 def try_the_sample_again(case: LossCase) -> WorkerRemedy | None:
-    """After the first loss blamed on a sample, retry the sample: it may be a coincidence."""
+    """After one loss blamed on a sample, retry the sample, as the loss may be a coincidence."""
     if case.suspicion is None or not case.suspicion.is_blamed:
         return None
     return WorkerRemedy(text="the workers are replaced, and the sample is retried")
 
 
 def replace_the_workers(case: LossCase) -> WorkerRemedy | None:
-    """After the first loss at a place, only replace the workers: it may be a coincidence."""
+    """After a first loss, only replace the workers, because the loss may be a coincidence."""
     if case.is_repeated:
         return None
     return WorkerRemedy(text="the workers are replaced")
 
 
 def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | None:
-    """If workers hang at every sample, probably on an inherited lock, use no workers."""
+    """If workers hang at every sample, probably on an inherited lock, continue without workers.
+
+    Until several pools in a row have hung, the workers are only replaced.
+    """
     if case.loss.kind != "hung" or case.suspicion is None:
         return None
     if case.losses_in_a_row < _BLOCKED_POOLS_BEFORE_NONE:
@@ -192,10 +203,10 @@ def use_no_workers_that_hang_at_every_sample(case: LossCase) -> WorkerRemedy | N
 
 
 def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | None:
-    """If workers hang while starting, probably on an inherited lock, use no workers.
+    """If workers hang while starting, probably on an inherited lock, continue without workers.
 
-    A worker that hangs while reading a stream or collating would also hang without workers, so this
-    ends the epoch.
+    If a worker hangs while reading a stream or collating, the epoch ends with H614, because the
+    main process would hang as well without workers.
     """
     status = case.loss.status
     if case.loss.kind != "hung" or status is None:
@@ -215,10 +226,10 @@ def use_no_workers_that_hang_at_their_start(case: LossCase) -> WorkerRemedy | No
 
 
 def stop_before_this_process_dies_too(case: LossCase) -> WorkerRemedy | None:
-    """If the only worker was killed while making a batch, stop before training is killed too.
+    """If the only worker died while making a batch, stop before the training process dies too.
 
-    Does not apply if another process may have killed the worker, or if the worker was lost while
-    reading a sample.
+    This rule does not apply if another process may have killed the worker, or if the worker was
+    lost while reading a sample.
     """
     status = case.loss.status
     if case.loss.kind != "died" or case.loss.from_outside or case.suspicion is not None:
@@ -236,9 +247,9 @@ def use_fewer_workers(case: LossCase) -> WorkerRemedy | None:
     return _halve_the_workers(case)
 
 
-# The first rule that returns a remedy applies. Rules for a known cause come first, followed by
-# rules for a suspected sample, by a plain replacement of the workers, and finally by rules that
-# reduce the number of workers.
+# The first rule that returns a remedy applies. Rules for known causes come first, followed by rules
+# for a suspected sample, by a plain replacement of the workers, and finally by rules that reduce
+# the number of workers.
 RULES: tuple[Rule, ...] = (
     share_tensors_through_files,
     use_fewer_workers_in_a_shortage,
@@ -261,7 +272,7 @@ def _halve_the_workers(case: LossCase, at_least: int = 0) -> WorkerRemedy:
 
 
 def no_remedy_left(what: str) -> LoaderError:
-    """Return an H614 error, which ends the epoch because no remedy is left."""
+    """Return an H614 error, which ends the epoch because there is no remedy left to try."""
     return LoaderError(
         what,
         limit="no remedy is left",

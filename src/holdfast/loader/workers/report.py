@@ -16,22 +16,23 @@ from typing import Any, NamedTuple
 from holdfast.core.errors import LoaderError
 from holdfast.loader.quarantine import last_line
 
-# Number in the report of a stream's worker that has no batch on its turn.
+# Value of `BatchReport.number` if a worker of a stream has no batch when it is the worker's turn.
 PASSED_TURN = -1
 
-# Exhausted resources that are recognized by an error's errno.
+# The exhausted resource that an error indicates, by the error's errno.
 _SHORTAGES_BY_NUMBER = {
     errno.EMFILE: "file descriptors",
     errno.ENFILE: "file descriptors",
     errno.ENOMEM: "memory",
 }
 
-# Exhausted resources that are recognized by a part of a torch error's message.
+# The exhausted resource that a torch error indicates, by a part of the error's message.
 _SHORTAGES_BY_TEXT = {
     "Too many open files": "file descriptors",
     # This error means that a tensor arrived without its file descriptor.
     "ancdata": "file descriptors",
     "shared memory": "shared memory",
+    # torch's shared memory objects have names that begin like this.
     "</torch_": "shared memory",
     "can't allocate memory": "memory",
 }
@@ -88,12 +89,17 @@ class BatchReport(NamedTuple):
 
     @property
     def is_passed_turn(self) -> bool:
-        """Whether a stream's worker had no batch on its turn."""
+        """Whether a worker of a stream had no batch when it was the worker's turn."""
         return self.number == PASSED_TURN
 
 
 def as_failure(index: Any, error: BaseException) -> LoadFailure:
-    """Convert an exception to a `LoadFailure`, which can always be pickled."""
+    """Convert an exception to a `LoadFailure`, which can be pickled even if the exception cannot.
+
+    Args:
+        index: Dataset index of the sample that raised the exception, or None for a batch.
+        error: The exception.
+    """
     text = "".join(traceback.format_exception(error))
     try:
         pickled = bytes(ForkingPickler.dumps(error))
@@ -106,8 +112,12 @@ def as_failure(index: Any, error: BaseException) -> LoadFailure:
 def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
     """Return the exception to raise for a batch that could not be made.
 
-    This is the worker's own exception if it could be pickled, otherwise a `LoaderError` (H613). Its
-    notes name the batch and contain the worker's traceback.
+    This is the exception from the worker if it could be pickled, otherwise a `LoaderError` (H613).
+    Notes are added that name the batch and contain the worker's traceback.
+
+    Args:
+        failure: Why the batch could not be made.
+        report: The worker's report for the batch.
     """
     batch = "a stream"
     if report.indices is not None:
@@ -134,9 +144,10 @@ def as_error(failure: LoadFailure, report: BatchReport) -> Exception:
 
 
 def find_shortage(error: BaseException) -> str | None:
-    """Return the resource that an error reports as exhausted (see `BatchReport.shortage`), or None.
+    """Return the resource that ran out, according to an error, or None if none did.
 
-    The sample that was being read is not at fault for such an error.
+    The resources are listed at `BatchReport.shortage`. If one ran out, the sample that was being
+    read is not at fault.
     """
     if isinstance(error, MemoryError):
         return "memory"
@@ -148,7 +159,7 @@ def find_shortage(error: BaseException) -> str | None:
         return None
     if isinstance(number, int) and number in _SHORTAGES_BY_NUMBER:
         return _SHORTAGES_BY_NUMBER[number]
-    # With any other path, a disk is full, and reducing the number of workers does not help.
+    # An error with any other path means that a disk is full, and fewer workers would not help.
     if number == errno.ENOSPC and (path == "" or path.startswith(_SHARED_MEMORY_FOLDER)):
         return "shared memory"
     # Some libraries raise this error without an errno.

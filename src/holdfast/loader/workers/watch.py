@@ -1,9 +1,9 @@
 """Watch a pool of workers, and detect workers that have died, were stopped or are stuck.
 
-A stuck worker is killed. All failures of workers therefore end in a worker's death, and the loop
-that waits for a batch does not need its own timeout. Time is counted in ticks of the watching
-thread, so workers do not appear stuck after the machine or container was suspended. `remedies`
-decides how to react to a loss.
+A stuck worker is killed. Every failure of a worker therefore ends in the worker's death, and the
+training loop that waits for a batch does not need its own timeout. Time is counted in ticks of the
+watching thread, so workers do not appear stuck after the machine or container was suspended.
+`remedies` determines how to react to a loss.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from holdfast.recorder.run_files import process_is_stopped
 # Time between two checks of the workers.
 _TICK_SECONDS = 0.25
 
-# After a loss: time between two interruptions of the main thread, until it stops waiting.
+# After a loss: time between two interruptions of the main thread, which are repeated until the main
+# thread stops waiting.
 _WAKE_SECONDS = 0.01
 
-# A worker counts as stuck after this multiple of the longest time that any sample has taken.
+# A worker counts as stuck after at least this multiple of the longest time that any sample has
+# taken.
 LONGEST_FACTOR = 8.0
 
-# Starting a worker may take this multiple of the limit for a sample, because it includes imports
-# and the user's ``worker_init_fn``.
+# Starting a worker may take this multiple of the limit for a sample, because the worker imports
+# modules and runs the user's ``worker_init_fn``.
 _START_FACTOR = 10.0
 
-# Exit codes of a worker that may have been killed by another process or a person.
+# Exit codes of workers that may have been killed by another process or a person.
 _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -59,10 +61,10 @@ class WorkerLoss:
         kind: ``"died"``, ``"stopped"``, ``"hung"``, or ``"machinery"`` if no single worker failed.
         worker: Number of the worker that failed, or None if no single worker failed.
         status: The status of that worker.
-        others_fine: Whether other workers were fine, so that the sample is suspected. None if
-            unknown, because there were no other workers.
+        others_fine: Whether workers were able to read other samples, in which case the current
+            sample is suspected. None if unknown, because there were no other workers.
         shortage: The resource that the machine ran out of, or None if this was not the cause.
-        is_timeout: Whether the loop exceeded a time limit, which may have been too short.
+        is_timeout: Whether the loop waited longer than a time limit, which may be too short.
         from_outside: Whether the worker was killed by a signal that other processes commonly send.
     """
 
@@ -79,20 +81,20 @@ class WorkerLoss:
 class WorkerWatch:
     """Watches the workers of a pool from a separate thread.
 
-    Use the watch as a context manager around waiting for a batch: within the context, the loss of a
-    worker interrupts the main thread.
+    The watch is a context manager. While the main thread waits for a batch in the ``with`` block,
+    the loss of a worker interrupts it.
 
     Args:
         processes: The worker processes.
         board: The board on which the workers show their progress.
-        limit_seconds: Time at one sample after which a worker counts as stuck. If some sample took
-            longer than an eighth of this limit, the limit is raised to eight times that time.
-            Starting, including the user's ``worker_init_fn``, may take ten times this limit or ten
-            times `timeout_seconds`, whichever is less. (A lock that was held at the time of the
-            fork would block a worker forever.)
+        limit_seconds: Time spent on one sample after which a worker counts as stuck. If a sample
+            has taken longer than an eighth of this limit, the limit is raised to eight times that
+            time. Starting a worker, including the user's ``worker_init_fn``, may take ten times
+            this limit or ten times `timeout_seconds`, whichever is less. (Starting is limited
+            because a lock that was held at the time of the fork would block a worker forever.)
         timeout_seconds: How long the loop may wait for a batch, not counting the time that workers
             need to start. 0 for no limit.
-        may_end: Whether a worker may exit with code 0, because it has finished its work.
+        may_end: Whether a worker that exits with code 0 has finished its work and is not lost.
     """
 
     def __init__(
@@ -112,27 +114,27 @@ class WorkerWatch:
         self._may_end = may_end
         self._ended = threading.Event()
         self._oom_kills_before = oom_kills()
-        # For each worker: its status at the last tick, and for how long the status has not changed.
+        # For each worker: its status at the last tick, and how long the status has been the same.
         self._statuses = [board.status_of(worker) for worker in range(len(processes))]
         self._unchanged_seconds = [0.0] * len(processes)
         # Workers that were stopped at the last tick.
         self._stopped: set[int] = set()
-        # How many times the loop has waited for a batch, now and at the last tick.
+        # How many times the loop has begun to wait for a batch, and the number at the last tick.
         self._waits = 0
         self._waits_at_last_tick = 0
-        # How long the loop has waited for the current batch, and how long the board has not changed
-        # during this wait.
+        # How long the loop has waited for the current batch, and how long the board has been
+        # unchanged during this wait.
         self._waited_seconds = 0.0
         self._quiet_seconds = 0.0
         self._loss: WorkerLoss | None = None
         self.lost = False
         # When the loss was detected, on the monotonic clock.
         self.lost_at = 0.0
-        # The thread that is inside the context, or 0 for none.
+        # Identifier of the thread that is in the ``with`` block, or 0 for none.
         self.waiting_thread = 0
-        # Whether this thread has already been interrupted. Set by the signal handler.
+        # Whether the waiting thread has already been interrupted. The signal handler sets this.
         self.interrupted = False
-        # The longest time that any worker has spent on one sample.
+        # The longest time that any worker has spent on a single sample.
         self.longest_seconds = 0.0
         wake_on_loss(self)
         start_thread(threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch"))
@@ -148,7 +150,10 @@ class WorkerWatch:
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """From now on, raise `WaitInterruptedError` in the main thread if a worker is lost."""
+        """Begin a wait in which a lost worker raises `WaitInterruptedError` in the main thread.
+
+        If a worker has already been lost, the error is raised immediately.
+        """
         self._waits += 1
         self.waiting_thread = threading.get_ident()
         if self.lost:
@@ -156,18 +161,18 @@ class WorkerWatch:
             raise WaitInterruptedError
 
     def __exit__(self, *error: object) -> None:
-        """Stop interrupting the main thread."""
+        """End the wait, after which a lost worker no longer interrupts the main thread."""
         self.waiting_thread = 0
 
     def loss(self, patience_seconds: float = 0.0) -> WorkerLoss:
         """Return why the workers were lost.
 
         Args:
-            patience_seconds: How long to wait for a worker to die if no loss was detected yet.
+            patience_seconds: How long to wait for a worker to die if no loss has been detected yet.
         """
         loss = self._loss
         if loss is None:
-            # torch has detected the loss before this watch.
+            # torch detected the loss before this watch did.
             loss = self._wait_for_death(patience_seconds)
         if loss.kind == "died" and loss.worker is not None:
             return self._describe_death(loss.worker)
@@ -177,7 +182,7 @@ class WorkerWatch:
         workers = self._workers_by_sentinel()
         dead = wait(list(workers), timeout=patience_seconds)
         if self._loss is not None:
-            # In the meantime, the watching thread has found and killed a stuck worker.
+            # The watching thread has found and killed a stuck worker in the meantime.
             return self._loss
         if not dead:
             return WorkerLoss(cause="the connection to the workers broke", kind="machinery")
@@ -191,6 +196,7 @@ class WorkerWatch:
         how = how_it_ended(process, self._oom_kills_before)
         status = self._board.status_of(worker)
         shortage = None
+        # The kernel sends SIGBUS if no memory is left for a page of shared memory.
         if "SIGBUS" in how:
             shortage = "shared memory"
         elif "out of memory" in how:
@@ -206,7 +212,12 @@ class WorkerWatch:
         )
 
     def _any_has_worked(self, dead_worker: int, status: WorkerStatus) -> bool | None:
-        """Return whether any worker, dead or alive, has read a sample, or None if unknown."""
+        """Return whether any worker has read a sample, or None if there is only the dead worker.
+
+        Args:
+            dead_worker: Number of the worker that died.
+            status: The status of that worker.
+        """
         if status.has_worked:
             return True
         others = [
@@ -226,6 +237,7 @@ class WorkerWatch:
         while not self._ended.is_set():
             ready = wait(list(workers), timeout=_TICK_SECONDS)
             now = time.monotonic()
+            # If more time has passed, the machine or container was probably suspended.
             passed_seconds = min(now - last_tick, 2 * _TICK_SECONDS)
             last_tick = now
             if self._ended.is_set():
@@ -239,6 +251,7 @@ class WorkerWatch:
 
     def _first_death(self, dead: list[int]) -> WorkerLoss | None:
         for worker in dead:
+            # A worker that has finished its part of a stream is not lost.
             has_done_its_work = self._may_end and exit_code(self._processes[worker]) == 0
             if not has_done_its_work:
                 return WorkerLoss(cause="", kind="died", worker=worker)
@@ -259,8 +272,8 @@ class WorkerWatch:
         """
         unheard_seconds = 0.0
         while not self._ended.wait(_WAKE_SECONDS):
-            # Python discards an exception that is raised while a destructor is running. The thread
-            # is therefore interrupted again if it is still waiting.
+            # Python discards an exception that is raised while a destructor is running. If the
+            # thread is still waiting after an interruption, it is therefore interrupted again.
             if self.waiting_thread and self.interrupted:
                 unheard_seconds += _WAKE_SECONDS
             else:
@@ -289,8 +302,7 @@ class WorkerWatch:
             if status == previous:
                 self._unchanged_seconds[worker] += passed_seconds
                 continue
-            # The time that a worker needs to start, or waits for work, does not count as time at a
-            # sample.
+            # The time that a worker spends on starting, or on waiting for work, is not counted.
             if previous.is_at_work:
                 self.longest_seconds = max(self.longest_seconds, self._unchanged_seconds[worker])
             self._unchanged_seconds[worker] = 0.0
@@ -306,7 +318,8 @@ class WorkerWatch:
             self._waited_seconds = 0.0
             self._quiet_seconds = 0.0
             return
-        # The loop has to wait while workers start, unless some workers are already making batches.
+        # While workers start, the loop's waiting time does not count, unless some workers are
+        # already making batches.
         waits_for_start = any(status.is_starting for status in self._statuses) and not any(
             status.is_at_work for status in self._statuses
         )
@@ -319,8 +332,8 @@ class WorkerWatch:
     def _find_stopped_worker(self) -> WorkerLoss | None:
         """Return a loss if a worker was stopped both at this tick and at the last one.
 
-        A single observation is not enough. If all processes of a job were stopped, they are
-        continued together, but not at exactly the same time.
+        A single observation is not enough. If all processes of a job were stopped and are then
+        continued, this process may run again slightly earlier than its workers.
         """
         stopped_before = self._stopped
         self._stopped = {
@@ -385,10 +398,14 @@ class WorkerWatch:
         """Return whether another worker made progress while this one was stuck.
 
         Returns None if there is no other worker.
+
+        Args:
+            stuck_worker: Number of the stuck worker.
         """
         others = [worker for worker in range(len(self._processes)) if worker != stuck_worker]
         if not others:
             return None
+        # A busy worker that has been unchanged for at least half as long counts as stuck, too.
         half_seconds = self._unchanged_seconds[stuck_worker] / 2
         for worker in others:
             status = self._statuses[worker]
