@@ -64,7 +64,7 @@ def inspect(
     *,
     share: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> tuple[GradientFacts, torch.Tensor]:
-    """Measure the gradients of a step. Cost: one host sync, unless they are not finite.
+    """Measure the gradients of a step. Cost: one host sync if all of them are finite.
 
     Args:
         groups: The parameter groups. At least one of them must have a parameter.
@@ -144,7 +144,8 @@ def _summarize(
     values = _read(scalars)
     total_value = values[0]
     loss_value = values[1]
-    # The norm of a single group is the total.
+    # With a single group, its norm is the total norm, and no group norms were computed. Otherwise
+    # they follow the total and the loss in `values`.
     norms_by_group = values[2 : 2 + len(group_norms)] or [total_value]
     facts = GradientFacts(
         norms=dict(zip([group.name for group in groups], norms_by_group, strict=True)),
@@ -158,7 +159,7 @@ def _summarize(
 
 
 def _read(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors. Cost: one host sync, or none if all are on the CPU."""
+    """Return scalar tensors as Python numbers. Cost: one host sync, or none for CPU tensors."""
     device = scalars[0].device
     if all(scalar.is_cpu for scalar in scalars):
         return [scalar.item() for scalar in scalars]
@@ -176,7 +177,7 @@ def clip(
 ) -> None:
     """Clip finite gradients to a maximum norm, in place. Cost: no host sync.
 
-    The three values of `clip_by` are different algorithms. They give the same result only if no
+    The three values of `clip_by` select different algorithms, which give the same result only if no
     norm is above the limit.
 
     =========  =============================  =======================  ===========================
@@ -189,15 +190,15 @@ def clip(
 
     ``benchmarks/clipping`` measures the difference. If three groups of a small transformer are
     above the limit, the steps with ``"group"`` and ``"global"`` have a cosine similarity of 0.83,
-    and the step with ``"group"`` is 1.73 times as long.
+    and the one with ``"group"`` is 1.73 times as long.
 
     Args:
         groups: The groups that were passed to `inspect`.
-        norms: The norms of all gradients that `inspect` returned.
+        norms: The norm of each gradient, as returned by `inspect`.
         max_norm: The maximum norm, above 0.
-        clip_by: The gradients that share a norm; see the table.
-        order: For ``"global"``, the order in which `norms` are summed, as indices; None for their
-            own order.
+        clip_by: Which gradients share one norm and one factor; see the table.
+        order: For ``"global"``, indices into `norms` that define the order of summation. None to
+            sum `norms` in the given order.
     """
     if clip_by == "global":
         parameters = [parameter for group in groups for parameter in group.parameters]
@@ -225,7 +226,7 @@ def nonfinite_gradients(
     Cost: one host sync per parameter, so call this only if `inspect` reports a non-finite step.
 
     Returns:
-        The names of the first `most` such parameters, and the number of all of them.
+        The names of the first `most` such parameters, and the total number of such parameters.
     """
     names = []
     for name, parameter in named_parameters:
@@ -248,6 +249,6 @@ def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     largest: torch.Tensor = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
     if not torch.isfinite(largest):
         return norm
-    # The norm of an fp64 gradient overflowed, because the squares are too large.
+    # The gradient is finite, but its squares overflow even in fp64. Scale it down before squaring.
     scaled: torch.Tensor = torch.linalg.vector_norm(gradient / largest, dtype=wide)
     return largest * scaled
