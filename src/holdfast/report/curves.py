@@ -234,7 +234,7 @@ class _StepRanges:
 
 
 def _ranges_of(rows: Rows, index: int) -> _StepRanges:
-    """Return the quantity at an index of `NAMES` from rows that contain all quantities."""
+    """Return one quantity from rows, given its index: in `NAMES`, or 0 for rows of scalars."""
     return _StepRanges(
         steps=rows["step"].astype(np.float64),
         finite=rows["finite"][:, index],
