@@ -89,7 +89,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings by importance, with those that others explain turned into notes.
+    """Sort findings by importance, after turning those that other findings explain into notes.
 
     If several findings have the same rule and the same `Finding.where`, only the first one is kept.
     """
@@ -126,8 +126,8 @@ def with_origin(finding: Finding, origin: str | None) -> Finding:
 
     Args:
         finding: Any finding. If it is not about NaN or Inf, it is returned unchanged.
-        origin: Why the guard refused the last step with NaN or Inf, including the origin and the
-            sample. None if no origin was traced.
+        origin: Why the guard rejected the last step with NaN or Inf, including the traced origin
+            and the affected sample. None if no origin was traced.
     """
     if origin is None or finding.rule not in NONFINITE_RULES:
         return finding

@@ -50,7 +50,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingParameter:
-    """A parameter with a gradient, before an optimizer step."""
+    """A parameter that has a gradient, just before an optimizer step."""
 
     name: str
     parameter: nn.Parameter

@@ -73,7 +73,7 @@ def _spread_over(tensor: Tensor, most: int) -> Tensor:
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, or the stored values of a sparse one; None without any."""
+    """Return a parameter's gradient, or the stored values of a sparse one; None if it has none."""
     gradient = parameter.grad
     if gradient is None:
         return None

@@ -25,7 +25,7 @@ class SamplingDensity:
     """Determines how often steps are selected. In a round, every optimizer steps once.
 
     Args:
-        first_rounds: Number of rounds at the start that are all selected.
+        first_rounds: Number of rounds at the start of the run, all of which are selected.
         one_in: After the first rounds, about one in `one_in` rounds is selected, until the first
             window ends.
         later_one_in: After the first window, about one in `later_one_in` rounds is selected.
@@ -57,7 +57,7 @@ def is_selected(step: int, optimizers: int, density: SamplingDensity) -> bool:
     if round_number < density.first_rounds:
         return True
     one_in = density.one_in if round_number < FIRST_WINDOW_STEPS else density.later_one_in
-    # Select two consecutive rounds, so that the effect of a step is also visible.
+    # Select rounds in pairs, so that the effect of the first one is visible in the second.
     pair = round_number // 2
     # Unlike selecting every n-th step, selecting by a hash cannot align with epochs. It draws no
     # random numbers, and a pair that is selected at one in 40 is also selected at one in 12.

@@ -15,7 +15,7 @@ from holdfast.learning.models import matches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subjects:
-    """The observed objects, by name.
+    """The observed models, optimizers and schedulers, each keyed by name.
 
     Args:
         models: The original modules, not the ones returned by `torch.compile`.

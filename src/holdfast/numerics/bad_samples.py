@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class _TooManyCallsError(Exception):
-    """The search has made as many calls of `is_bad` as it may."""
+    """Raised if the search gives up, after too many calls of `is_bad` or only bad answers."""
 
 
 def find_bad_samples(

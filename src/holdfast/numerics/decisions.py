@@ -48,10 +48,10 @@ def decide_after_spike(  # noqa: PLR0913
         level: The judgment of the spike detector.
         action: The strongest action that the policy allows.
         hard_in_a_row: Number of consecutive hard steps, including this one.
-        patience: From this many consecutive hard steps on, do not skip them any more, because
-            their batches are unlikely to be the cause. Instead, roll back if `action` is
-            ``"roll_back"``, and commit the step if it is ``"skip"``. None to skip hard steps until
-            they turn out to be a divergence.
+        patience: Once this many consecutive steps are hard, they are no longer skipped, because
+            their batches are unlikely to be the cause. Instead, the run is rolled back if `action`
+            is ``"roll_back"``, and the step is committed if it is ``"skip"``. None to skip hard
+            steps until they turn out to be a divergence.
         rollbacks_in_a_row: Number of rollbacks since the run last got past a divergence.
         max_rollbacks: Stop the run if it diverges again after this many rollbacks.
         reason: Why the step is suspicious. The decision states this reason.

@@ -47,7 +47,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def anything_compiled() -> bool:
     """Return whether ``torch.compile`` has traced anything in this process.
 
-    ``torch.compiler.reset()`` makes this False again.
+    After ``torch.compiler.reset()``, the result is False again.
     """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)

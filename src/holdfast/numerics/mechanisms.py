@@ -33,7 +33,7 @@ _FP16_MAX = "65,504"
 
 
 def readable(name: str) -> str:
-    """Return the name under which users know an operation or an autograd node.
+    """Return the name by which users know an operation or an autograd node.
 
     Example:
         >>> readable("add_"), readable("AddBackward0")
@@ -72,7 +72,7 @@ def explain(suspect: Suspect) -> tuple[str, Confidence]:
     return "unknown cause", "unknown"
 
 
-# --- Rules of the forward pass: they tell for which operands an operation has no finite result.
+# --- Rules of the forward pass. Each covers operands for which an operation has no finite result.
 # A rule receives the readable name of the operation, the suspect, and the suspect's first operand.
 # It returns an explanation, or None if the operands do not fit.
 

@@ -76,7 +76,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def whole_numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of an integer tensor, or None if they cannot be read or are no integers."""
+    """Return the values of an integer tensor, or None if they are unreadable or not integers."""
     values = _readable_values(tensor)
     if values is None or _is_real(values) or values.dtype == torch.bool:
         return None

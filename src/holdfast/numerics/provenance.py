@@ -77,7 +77,7 @@ class Origin:
     # means a tensor that is not an input, parameter or buffer, such as a plain attribute of a
     # module.
     kind: OriginKind
-    # The name under which users know the operation, such as "log". In a backward pass, this is the
+    # The name by which users know the operation, such as "log". In a backward pass, this is the
     # operation whose derivative ran. For a custom Function or a tensor, its name.
     op: str
     # The operator that actually ran, such as "aten.div". Empty for a tensor.
@@ -229,8 +229,8 @@ def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None
 def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
     """Return the origin of NaN or Inf that appeared before a collective.
 
-    If tensors with NaN or Inf were passed to the collective, their origin is returned. Otherwise,
-    the first suspect that was not written on purpose is.
+    If tensors with NaN or Inf were passed to the collective, the result is their origin. Otherwise,
+    it is the first suspect that was not written on purpose.
 
     Raises:
         UntraceableError: If everything before the collective was finite.

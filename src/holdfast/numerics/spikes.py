@@ -30,7 +30,7 @@ from holdfast.numerics.usual_values import (
     UsualValues,
 )
 
-# --- The window of usual values. All constants below were chosen on the design runs of
+# --- The window of usual values. All constants below were chosen based on the design runs of
 # ``benchmarks/spikes_runs``, unless another source is given.
 
 # Number of values in the window, the same as in OLMo-core's spike detection.
@@ -409,7 +409,7 @@ class _LossMonitor:
         return odd_for > _ODD_FOR and level > self.bounds.raised
 
     def _update_odd_since(self) -> None:
-        """Update since when the level is odd: the CUSUM has peaked and has stayed high since."""
+        """Update `odd_since`. A level is odd once the CUSUM has peaked, and while it stays high."""
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
@@ -445,10 +445,13 @@ class _LossMonitor:
         return Level.DIVERGED if is_reported else Level.CALM
 
     def _began_well_after_rollback(self) -> bool:
-        """Return whether the first loss after the rollback was nearer the usual level."""
+        """Return whether losses were still near the usual level right after the rollback.
+
+        They were if the first loss is nearer to the usual level than to the recent one.
+        """
         if self.loss is None:
             return False
-        # It was nearer the usual level than the recent one if it is below their midpoint.
+        # The recent level is above the usual one, so compare the loss with their midpoint.
         return 2 * self.first_loss_after_rollback < _median(self.recent) + self.loss.middle
 
     def _forget_level(self) -> None:

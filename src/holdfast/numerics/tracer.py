@@ -40,7 +40,7 @@ from holdfast.numerics.operands import (
 
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Pass = Literal["forward", "backward"]
-# The "path" of operations that run outside all modules.
+# The value of `Location.module` for operations that run outside all modules.
 OUTSIDE = "loss function"
 
 # Arguments that ``native_batch_norm`` writes to, although its schema does not declare that.
@@ -103,7 +103,7 @@ class Location:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Suspect:
-    """An operation that returned NaN or Inf, or a tensor that contained it before the pass."""
+    """An operation that returned NaN or Inf, or a tensor that contained them before the pass."""
 
     # Position in the order of suspects; -1 for a tensor that existed before the pass.
     index: int
@@ -462,7 +462,7 @@ def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[torch.Tensor]
 
 
 def _module_paths(models: dict[str, nn.Module]) -> dict[int, str]:
-    """Return the path of each module, keyed by the module's id. A shared module has one path."""
+    """Return each module's path, keyed by the module's id. A shared module keeps its first path."""
     paths: dict[int, str] = {}
     for key, model in models.items():
         for name, module in model.named_modules():

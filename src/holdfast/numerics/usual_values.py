@@ -1,8 +1,8 @@
 """The usual losses and gradient norms of a run, and the bounds above which values are suspicious.
 
-The *scatter* of values is how far they usually lie above their median, comparable to a standard
-deviation. Distances are measured in scatters. All constants below were chosen on the design runs of
-``benchmarks/spikes_runs``.
+The *scatter* of values is how far above their median they usually are, comparable to a standard
+deviation. Distances are measured in scatters. All constants below were chosen based on the design
+runs of ``benchmarks/spikes_runs``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.core.containers import check_number
 # recent level of the losses was at most 1.2 scatters above the median. No step had both its loss
 # and its norm more than 2.8 scatters above it on the logarithmic scale, or 6.9 on the linear scale.
 
-# The largest distance of a usual norm.
+# The largest distance at which a norm still counts as usual.
 USUAL_SCATTERS = 2.5
 # The distance beyond which a loss or norm is far from the usual ones, on the logarithmic scale.
 _FAR = 6.0

@@ -80,7 +80,7 @@ REGISTERED: dict[str, LearningRule] = {}
 
 
 def rule(
-    id: str,  # noqa: A002 - the usual name
+    id: str,  # noqa: A002 - `id` is the name of the field in `LearningRule`
     *,
     tier: Tier,
     severity: Severity,

@@ -19,7 +19,7 @@ SILENT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSigns:
-    """Signs of activity of a run that can be observed from outside.
+    """What can be observed from outside about the activity of a run.
 
     Args:
         supervisor_event: Kind of the supervisor's newest event; empty if there is none.

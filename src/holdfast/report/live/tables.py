@@ -110,7 +110,7 @@ def _size(size_bytes: int) -> Text:
 
 
 def _number(value: float | None, digits: int) -> Text:
-    """Format a number; empty if it is unknown, red if it is not finite."""
+    """Return a number as text, which is empty if it is unknown and red if it is not finite."""
     if value is None:
         return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")

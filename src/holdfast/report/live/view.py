@@ -31,7 +31,7 @@ from holdfast.report.live.watching import Runs, Watched
 from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.verdicts import how_sure, tone
 
-# One run or several runs.
+# A snapshot of one run, or the snapshots of several runs.
 LiveRuns: TypeAlias = LiveRun | tuple[LiveRun, ...]
 
 # The panels between which the user switches by pressing keys. "all" shows a few rows of each table,

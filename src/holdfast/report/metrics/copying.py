@@ -115,7 +115,7 @@ def follow(
     while True:
         try:
             snapshot = watched.look(hold_back=not is_last_look)
-        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
+        except Exception as error:  # noqa: BLE001 - the files may be in any state, and the next poll may succeed
             output.note_unreadable_run(error)
             snapshot = LiveRun(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
@@ -153,7 +153,7 @@ class _Output:
         for sink in list(self._open_sinks):
             try:
                 sink.write(points, events)
-            except Exception as error:  # noqa: BLE001 - the client of one sink must not end the others
+            except Exception as error:  # noqa: BLE001 - a failing sink must not affect the others
                 self._open_sinks.remove(sink)
                 self._note_failure(sink, error)
                 self._close(sink)

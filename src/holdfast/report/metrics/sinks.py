@@ -240,7 +240,7 @@ def _open(kind: str, target: str, run: Path) -> Sink:
             rule="H742",
         ) from error
     except Exception as error:
-        # Each client library raises its own exceptions.
+        # Each client library raises its own types of exceptions, so catch all of them.
         raise PolicyError(
             f"metrics target {kind}={target!r} cannot be opened "
             f"({type(error).__name__}: {sanitise(error, most=300)})",

@@ -1,4 +1,4 @@
-"""Read the checkpoints, stack dumps and output of a run that its page shows."""
+"""Read the checkpoints, stack dumps and output that the page of a run shows."""
 
 from __future__ import annotations
 
