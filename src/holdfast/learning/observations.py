@@ -40,13 +40,13 @@ class ObservedOptimizer:
     foreign_with_gradient: int = 0
     replaced: int = 0
 
-    # The largest learning rate of any parameter group, in the last step and in all steps.
+    # The largest learning rate of any parameter group, in the last step and over all steps.
     lr: float = 0.0
     largest_lr: float = 0.0
     # Number of consecutive steps, up to the last one, with a learning rate of practically 0.
     zero_lr_steps: int = 0
-    # Number of consecutive steps, up to the last one, with less than a thousandth of the largest
-    # learning rate.
+    # Number of consecutive steps, up to the last one, with a learning rate below a thousandth of
+    # the largest one.
     low_lr_steps: int = 0
     weight_decay: float = 0.0
     maximize: bool = False
@@ -195,11 +195,11 @@ class ObservedLoss:
     target_scale: float | None = None
 
     def always(self, flag: str) -> bool:
-        """Return whether at least 90% of the examined calls raised a flag, given enough calls."""
+        """Return whether enough calls were examined, and at least 90% of them raised a flag."""
         return self.examined >= MIN_CALLS and self.flags.get(flag, 0) >= 0.9 * self.examined
 
     def mostly(self, flag: str) -> bool:
-        """Return whether more than half of the examined calls raised a flag, given enough calls."""
+        """Return whether enough calls were examined, and more than half of them raised a flag."""
         return self.examined >= MIN_CALLS and self.flags.get(flag, 0) > 0.5 * self.examined
 
 

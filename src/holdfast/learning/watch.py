@@ -115,7 +115,7 @@ class Watch:
     def _before_step(self, name: str, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_symbolic():
             return
-        # torch passes the arguments of step(), preceded by the optimizer itself.
+        # `args` contains the positional arguments of step(), preceded by the optimizer itself.
         closures = (kwargs.get("closure"), *args[1:])
         has_closure = any(closure is not None for closure in closures)
         self._observer.before_step(name, closure=has_closure)

@@ -301,7 +301,7 @@ def _count(items: Any, *, counted: bool) -> Any:
 
 
 def check_count(items: float, *, counted: bool) -> None:
-    """Raise H203 if a value cannot be a number of items. Zero is accepted; see `check_items`.
+    """Raise H203 if a value cannot be a number of items. `Terms.check_items` rejects zero.
 
     Args:
         items: The value to check.

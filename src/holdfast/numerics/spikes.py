@@ -270,7 +270,7 @@ class _LossMonitor:
         self.last_sign = 0
         # Rows of step, loss and norm that were committed during the suspicion.
         self.suspected: list[list[float]] = []
-        # Rows of step and distance.
+        # Rows of step and distance of the spikes that were recorded during the suspicion.
         self.suspected_spikes: list[list[float]] = []
 
         # --- The time since the last rollback

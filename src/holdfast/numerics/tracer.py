@@ -95,7 +95,7 @@ class Location:
     line: str = ""
     # The pass. Recomputation of a checkpointed block counts as forward.
     phase: Pass = "forward"
-    # The class of the custom autograd.Function that is running.
+    # The name of the custom autograd.Function that is running.
     function: str = ""
     # The name of the autograd node that is running, if it belongs to one of torch's own operations.
     node: str = ""
@@ -484,7 +484,7 @@ class _Caller:
 
     # The line, such as "model.py:12 in forward". Empty if no user code is on the stack.
     line: str
-    # The class of the custom autograd.Function whose forward or backward is running, or "".
+    # The name of the custom autograd.Function whose forward or backward is running, or "".
     function: str
     # Whether activation checkpointing is recomputing the forward pass of a block.
     is_recomputing: bool

@@ -48,5 +48,5 @@ class Problems:
 
 
 def reason(error: Exception, most: int = _MAX_CHARACTERS) -> str:
-    """Return a sanitized sentence of at most `most` characters: why a file could not be read."""
+    """Return why a file could not be read, as sanitized text of at most `most` characters."""
     return sanitise(error.what if isinstance(error, HoldfastError) else error, most=most)

@@ -110,8 +110,8 @@ class RunFollower:
         # `_add_guards` appends to this list during the loop, because events may name further
         # guards.
         for source in self.sources:
-            # Check this before reading, because records are only complete if the worker had already
-            # ended by then.
+            # Check this before reading, because the records that are read are complete only if the
+            # worker has already ended.
             if runs_here and _is_finished_worker(source):
                 finished.add(source.directory)
             news = self._read(source, hold_back=hold_back and source.directory not in finished)

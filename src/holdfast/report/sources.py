@@ -163,7 +163,7 @@ def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[RunS
 
 
 def _attempt_and_rank(info: ProcessInfo) -> tuple[int, int]:
-    """Return the sort key of a process: its attempt, then its rank. No rank comes first."""
+    """Return the sort key of a process: attempt, then rank. Processes without a rank come first."""
     return info.attempt, -1 if info.rank is None else info.rank
 
 

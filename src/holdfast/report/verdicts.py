@@ -44,7 +44,7 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
         from holdfast.explain.judging import judge
 
         return judge(collect(run))
-    except Exception as error:  # noqa: BLE001 - a report without a verdict is better than none; it shows the reason
+    except Exception as error:  # noqa: BLE001 - a report without a verdict is better than no report
         problems.append(f"the run could not be judged: {sanitise(error, most=200)}")
         return None
 

@@ -94,7 +94,7 @@ def source_of(tensor: Tensor, *, behind_sums: bool = False) -> SourceOperation:
 
 
 def _operation_of(node: Any) -> str:
-    """Return the operation of an autograd node: ``"Softmax"`` for ``SoftmaxBackward0``."""
+    """Return an autograd node's operation, such as ``"Softmax"`` for ``SoftmaxBackward0``."""
     name: str = node.name()
     return name.removesuffix("0").removesuffix("1").removesuffix("Backward")
 

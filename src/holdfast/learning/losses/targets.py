@@ -33,7 +33,7 @@ class ConstantClassShares:
         self._counts: Counter[int] = Counter()
 
     def add(self, labels: list[int]) -> float | None:
-        """Add the labels of a batch, and return its loss if the current shares are predicted."""
+        """Add a batch's labels, and return the loss of predicting the current shares for it."""
         counts = Counter(labels)
         if not counts:
             return None
@@ -72,7 +72,7 @@ class ConstantMean:
         self._has_one_width = True
 
     def add(self, target: Tensor) -> float | None:
-        """Add the targets of a batch, and return its loss if the current mean is predicted.
+        """Add a batch's targets, and return the loss of predicting the current mean for it.
 
         Returns None if the number of columns has changed.
         """

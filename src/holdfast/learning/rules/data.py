@@ -16,7 +16,7 @@ SMALL_INPUT = 1e-3
 LARGE_OFFSET = 20
 # Minimum number of labeled batches for evaluating how well the data is shuffled.
 MIN_BATCHES = 12
-# Shuffling is only evaluated if at least this many distinct labels are expected per batch. If the
+# Shuffling is evaluated only if at least this many distinct labels are expected per batch. If the
 # actual number is below this share of the expected number, there are too few.
 MIN_EXPECTED_LABELS = 1.8
 FEW_LABELS = 0.6

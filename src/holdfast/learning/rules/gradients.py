@@ -25,15 +25,15 @@ HABIT_STEPS = 6
 # accumulating gradients by hand. At the end of a run, fewer are enough, because no step can follow.
 BACKWARDS_WITHOUT_STEP = 200
 BACKWARDS_WITHOUT_STEP_AT_END = 10
-# Gradients vanish or explode if the ratio of the first layer's to the last layer's gradients is
-# below or above these limits. AutoTrainer uses 1e-3 for vanishing gradients.
+# Gradients vanish if the first layer's gradients, relative to the last layer's, are below the first
+# limit. They explode above the second limit. AutoTrainer uses 1e-3 for vanishing gradients.
 VANISHING_RATIO = 1e-3
 EXPLODING_RATIO = 1e4
 # A signal explodes if the first loss or the largest gradient norm exceeds the usual value by this
 # factor.
 EXPLODING_LOSS = 10
 EXPLODING_NORM = 1e3
-# Minimum number of layers and of gradient norms to evaluate them, and the number of first norms
+# Minimum number of layers and of gradient norms for an evaluation, and the number of first norms
 # whose median counts as usual.
 MIN_LAYERS = 3
 MIN_NORMS = 5
@@ -92,7 +92,7 @@ def step_without_gradients(run: Observations, rule: LearningRule) -> Iterator[Fi
 
 @rule("H815", tier="contract", severity="advice", kind="symptom", confidence=0.9)
 def all_gradients_zero(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Report an optimizer whose gradients are all exactly 0, so that no weights are learned."""
+    """Report an optimizer whose gradients are all exactly 0, so that it learns nothing."""
     for name, optimizer in run.optimizers.items():
         if optimizer.zero_gradient_steps < STEPS_IN_A_ROW or optimizer.zeroed:
             continue

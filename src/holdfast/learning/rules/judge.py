@@ -68,7 +68,7 @@ class Findings:
         self._reported: set[_Key] = set()
 
     def judge(self, run: Observations, *, windows: bool) -> None:
-        """Apply the contract rules to a run's observations, and if `windows` the window rules."""
+        """Apply the contract rules to a run's observations, and the window rules if `windows`."""
         for finding in judge(run, "contract", self._ignore):
             self._contracts.setdefault(_key(finding), finding)
         if windows:

@@ -1,6 +1,6 @@
 """`LossProgress`: determine from a run's losses whether the run makes progress.
 
-The level of a loss is only meaningful if the objective is to minimize one loss. Otherwise, the
+The level of a loss is meaningful only if the objective is to minimize one loss. Otherwise, the
 progress is ``"unknown"``. Rules that only compare a measurement with a threshold produce false
 alarms: in a test on 23 healthy runs, all but one of the published thresholds did. Many rules
 therefore report a cause only if the run makes no progress.
@@ -23,7 +23,7 @@ ProgressState = Literal["unknown", "learning", "flat", "constant", "diverged"]
 MIN_LOSSES = 24
 # A run has learned nothing from its inputs if its loss is at least this share of the best constant
 # prediction's loss. For regression, 0.9 of the variance has been proposed, but on tasks with little
-# to learn, healthy runs only reach 0.95.
+# to learn, healthy runs reach only 0.95.
 NO_BETTER_THAN_CONSTANT = 0.97
 # The corresponding threshold for a run whose loss is still falling.
 NO_BETTER_ALTHOUGH_FALLING = 0.995
@@ -56,7 +56,8 @@ class LossProgress:
             than at the start.
         start: Median of the first tenth of the losses.
         end: Median of the last quarter of the losses.
-        baseline: Loss of the best constant prediction, at the loss site that beats it most clearly.
+        baseline: Loss of the best constant prediction, at the loss site where the model beats it
+            most clearly.
         best: The model's loss at that site.
     """
 

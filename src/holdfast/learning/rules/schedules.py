@@ -16,11 +16,11 @@ MIN_STEPS_OF_A_RUN = 50
 INTENDED_END = 0.9
 # Before that point, this many consecutive steps with a learning rate of 0 are too many.
 STEPS_WITHOUT_RATE = 10
-# Maximum share of steps at the end of a run with a learning rate of 0, and with a low rate (less
-# than a thousandth of the largest rate).
+# Maximum share of a run's steps, at its end, that may have a learning rate of 0. The second limit
+# is for a low rate (below a thousandth of the largest rate).
 LOST_WITHOUT_RATE = 0.15
 LOST_WITH_LOW_RATE = 0.5
-# Maximum share of steps with a low rate, if the scheduler's period explains the low rate.
+# The corresponding limit for a low rate that is explained by the scheduler's period.
 LOST_BY_PERIOD = 0.2
 # A scheduler that completes more than this many periods in a run is stepped in the wrong unit.
 MAX_PERIODS = 3

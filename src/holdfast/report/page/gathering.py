@@ -173,7 +173,7 @@ def _attempt(process: ProcessSnapshot) -> str:
     return "" if process.info is None else str(process.info.attempt)
 
 
-# --- how it was started
+# --- the start of the run
 
 
 def _first_start(sources: Sequence[RunSource]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _newest_attempt(
     return max(resumed.values(), default=0)
 
 
-# --- the rest
+# --- events
 
 
 def _limit_events(

@@ -248,7 +248,7 @@ def _signs_of_work(run: GatheredRun, lane: Lane) -> list[float]:
 
 
 def _shares_repeated(run: GatheredRun, lanes: Sequence[Lane]) -> dict[str, float]:
-    """Return the share of step time in each lane that repeats earlier steps.
+    """Return, for each lane, the share of its step time that was spent repeating earlier steps.
 
     Args:
         run: The run.

@@ -132,7 +132,7 @@ class LaneReader:
 
 
 def points_per_lane(processes: int) -> int:
-    """Return the maximum number of points per curve if so many processes have curves."""
+    """Return the maximum number of points per curve if this many processes have curves."""
     share = _MAX_TOTAL_POINTS // max(processes, 1)
     return max(_MIN_POINTS, min(MAX_POINTS, share))
 

@@ -135,7 +135,7 @@ def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
 
 
 def _samples_per_step(run: GatheredRun) -> float | None:
-    """Return the samples per optimizer step, over all ranks, in the newest complete epoch.
+    """Return the number of samples per step, over all ranks, in the newest complete epoch.
 
     Returns None if no epoch was recorded from start to end.
     """

@@ -43,5 +43,5 @@ def _json_number(number: float) -> float | int | None:
 
 def date(unix_seconds: float) -> str:
     """Return a Unix time as text in UTC, in the format that plotly's date axes expect."""
-    # Cut microseconds to milliseconds.
+    # Drop the last three of the six digits of microseconds, because plotly expects milliseconds.
     return moment(unix_seconds, "%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -17,7 +17,7 @@ _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
 _MAX_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
-# Width of the space for row names: the width of a character, and the maximum width.
+# Width of the space for row names, in pixels: the width of a character, and the maximum width.
 _CHARACTER_PIXELS = 8
 _MAX_NAME_PIXELS = 230
 
@@ -104,7 +104,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
-    """Yield a bar for each process in which a guard trained: the first, and each resumed one."""
+    """Yield a bar for each process in which a guard trained: the first one, and each resume."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)
