@@ -1,4 +1,4 @@
-"""Measure a model's inputs: their scale, and NaN or Inf in them.
+"""Measure a model's inputs: their scale, and whether they contain NaN or Inf.
 
 This module only takes measurements, in sampled steps. The rules interpret them.
 """

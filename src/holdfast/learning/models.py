@@ -71,7 +71,7 @@ class ModelObserver:
         self._passes_without_graph[self.module.training] += 1
 
     def note_step(self) -> None:
-        """Record gradients and mode of the model in a sampled step, before the optimizer steps."""
+        """Record the model's gradients and mode in a sampled step, before the optimizer steps."""
         self._observed.observed += 1
         self._passes_without_graph = {True: 0, False: 0}
         self._had_gradient.update(

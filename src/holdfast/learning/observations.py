@@ -228,7 +228,7 @@ class Observations:
     or loss site. Inputs are keyed by the name of their model.
     """
 
-    # Number of steps of the optimizer with the most steps, and planned number of steps.
+    # Number of steps of the optimizer that has stepped most often, and planned number of steps.
     steps: int = 0
     total_steps: int | None = None
     ended: bool = False

@@ -166,7 +166,7 @@ class Observer:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the optimizer with the most steps."""
+        """Number of steps of the optimizer that has stepped most often."""
         counts = [optimizer.observed.steps for optimizer in self._optimizers.values()]
         return max(counts, default=0)
 

@@ -62,14 +62,14 @@ class Terms:
     # Whether the loss function returned the numbers of items. If not, the items are the samples of
     # the batch.
     declared: bool
-    # Whether the numbers of items must be integers. They must for a pair (mean, items), because a
+    # Whether the numbers of items must be integers. A pair (mean, items) requires this, because a
     # user may return a pair of two losses by mistake.
     counted: bool = False
     # The detached additional results, keyed by name.
     extra: Mapping[str, Any] | None = None
 
     def total(self) -> torch.Tensor:
-        """Return the sum of the means, shape ``()``. For a single term, this is the same tensor."""
+        """Return the sum of the means, shape ``()``. For a single term, this is its mean itself."""
         return sum(self.means[1:], self.means[0])
 
     def check_items(self) -> None:

@@ -40,7 +40,7 @@ _WINDOW = 128
 _LAG = 32
 # Nothing is suspected before the window has this many values.
 _LEAST_WINDOW = 64
-# Number of values to store.
+# Number of the newest values to store.
 _KEPT_VALUES = 256
 # The window is evaluated once per this many new values, because each evaluation sorts it twice.
 _REFRESH = 16

@@ -24,7 +24,8 @@ USUAL_SCATTERS = 2.5
 _FAR = 6.0
 # The corresponding distance on the linear scale.
 _FAR_LINEAR = 15.0
-# Distances of levels; see the fields of `Bounds` with the same names.
+# Distances of levels; see the fields of `Bounds` with the same names. A level is "gone" if it is so
+# high that the run has diverged.
 _SHORT_ODD = 1.8
 _RAISED = 0.7
 _GONE = 2.2

@@ -91,7 +91,7 @@ class AgainstConstant:
 
 
 def measure_progress(run: Observations) -> LossProgress:
-    """Determine from a run's losses whether it makes progress."""
+    """Determine from the losses of a run whether it makes progress."""
     losses = driving_losses(run)
     if len(losses) < MIN_LOSSES:
         return LossProgress(state="unknown")

@@ -131,7 +131,7 @@ def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Findin
     for name, optimizer in run.optimizers.items():
         decay = optimizer.weight_decay
         # The share of the weights that the decay removes per step. It is unknown for Adam, which
-        # divides the decay term by the size of the gradient too.
+        # divides the decay term by the size of the gradient as well.
         taken = 0.0
         if optimizer.kind in ("AdamW", "SGD"):
             taken = decay * optimizer.largest_lr

@@ -201,8 +201,8 @@ class Watched:
     def _supervisor_is_lost(self, pid: object, *, is_here: bool) -> bool:
         """Return whether the supervisor was killed.
 
-        It was killed if its sentinel has recorded that, or if its process no longer exists although
-        it has not recorded its end.
+        It was killed if the sentinel process that watches it has recorded that, or if its process
+        no longer exists although it has not recorded its end.
 
         Args:
             pid: The PID that the supervisor recorded, if any.

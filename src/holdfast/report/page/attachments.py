@@ -73,8 +73,8 @@ def _summary(entry: Entry) -> CheckpointSummary:
 def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[RecordedStacks]:
     """Yield the newest stack dumps: first the supervisor's, then those of the processes."""
     taken = sorted((run / STACKS_FOLDER).glob("*.txt"))
-    # The name of a folder is read from a file that the process has written. With a slash, it could
-    # lead out of the run directory.
+    # The name of a folder is read from a file that the process has written. A name with a slash
+    # could lead out of the run directory.
     folders = [process.folder for process in processes if "/" not in process.folder]
     written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
     for path in [*taken[-_MAX_STACKS:], *written[-_MAX_STACKS:]]:

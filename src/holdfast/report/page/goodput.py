@@ -85,7 +85,7 @@ class _AttemptTime:
         return self.started + self.lasted_seconds
 
     def seconds_by_phase(self) -> list[float]:
-        """Return the seconds in each phase, indexed by phase number.
+        """Return the number of seconds spent in each phase, indexed by phase number.
 
         The progress board does not record the end of the last phase, so all of the remaining time
         counts toward that phase. A hang counts toward the phase in which it occurred.
@@ -97,7 +97,7 @@ class _AttemptTime:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds spent in completed steps."""
+        """Return the number of seconds spent in completed steps."""
         spent = self.process.spent
         return spent[ProcessPhase.FORWARD_BACKWARD] + spent[ProcessPhase.OPTIMIZER]
 
