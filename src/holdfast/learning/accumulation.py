@@ -14,8 +14,8 @@ from holdfast.learning.measures import dense_gradient, streak
 from holdfast.learning.observations import ObservedOptimizer
 from holdfast.numerics.eager import is_symbolic
 
-# Number of parameters to watch. `zero_grad` clears the gradients of all parameters, so watching a
-# few small ones is enough.
+# Number of parameters to watch. `zero_grad` clears the gradients of all parameters, so it is enough
+# to watch a few small ones.
 WATCHED_PARAMETERS = 3
 # Larger parameters are not watched, because the gradients of watched parameters are copied.
 MAX_ELEMENTS = 10**6
@@ -24,8 +24,11 @@ MAX_ELEMENTS = 10**6
 class AccumulationCheck:
     """Checks that gradients start from zero, and that they reach the optimizer step unchanged.
 
-    A tensor hook runs before a gradient is added to ``.grad``, and a post-accumulate hook runs
-    afterwards.
+    On each watched parameter, a tensor hook runs before autograd adds a gradient to ``.grad``, and
+    a post-accumulate hook runs afterwards.
+
+    Args:
+        parameters: The optimizer's parameters, of which a few small ones are watched.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -38,7 +41,7 @@ class AccumulationCheck:
         ]
         self._watched = sorted(learning, key=lambda parameter: parameter.numel())
         del self._watched[WATCHED_PARAMETERS:]
-        # Copies of the gradients after backward, by parameter id.
+        # Copies of the gradients after backward, keyed by parameter id.
         self._accumulated: dict[int, Tensor] = {}
         # Whether, since the last step, at least one gradient was added to a ``.grad`` that was None
         # or zero.
@@ -60,7 +63,7 @@ class AccumulationCheck:
         self._started_from_zero = gradient is None or not bool(gradient.any())
 
     def _after_accumulation(self, parameter: Tensor) -> None:
-        """Copy the accumulated gradient."""
+        """Save a copy of ``.grad`` after backward has added to it."""
         if is_symbolic():
             return
         gradient = dense_gradient(parameter)
@@ -68,7 +71,11 @@ class AccumulationCheck:
             self._accumulated[id(parameter)] = gradient.clone()
 
     def note_step(self, observed: ObservedOptimizer) -> None:
-        """Record what happened to the watched gradients since the last step."""
+        """Count leaked, reversed and zeroed gradients, just before an optimizer step.
+
+        Args:
+            observed: The observations whose counts are updated.
+        """
         if self._accumulated:
             observed.checked += 1
             observed.leaks = streak(observed.leaks, continues=not self._started_from_zero)
@@ -81,7 +88,7 @@ class AccumulationCheck:
         self._started_from_zero = False
 
     def _factors_since_backward(self) -> list[float]:
-        """Return the factor by which each watched gradient was scaled since backward.
+        """Return the factor by which each watched gradient was multiplied since backward.
 
         The factor is the projection of the gradient onto its copy from backward: 1 if the gradient
         was not changed, below 0 if it was reversed.

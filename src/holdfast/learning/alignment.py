@@ -1,8 +1,8 @@
 """Measure how well attention aligns decoder steps with encoder positions.
 
-This is for models whose input and output are in the same order, such as speech synthesis models.
-Under teacher forcing, the loss can look fine even though free-running synthesis fails. The
-attention shows the failure. Rule H852 defines the thresholds.
+The measurements are meaningful for models whose input and output are in the same order, such as
+speech synthesis models. Under teacher forcing, the loss can look fine even though free-running
+synthesis fails. The attention weights reveal such a failure. Rule H852 defines the thresholds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast.core.events.run_events import Aligned
 # Width of the diagonal band relative to the total length. From Tachibana et al., arXiv 1710.08969,
 # section 4.1.
 DIAGONAL_WIDTH = 0.2
-# Smallest sum of a row that is not masked out. Attention weights come from a softmax, so each row
-# sums to 1 unless it was masked.
+# Rows are divided by their sum, but at least by this value, so that a row that is masked out stays
+# 0. All other rows come from a softmax and sum to about 1.
 MASKED_OUT = 1e-6
 
 
@@ -31,9 +31,10 @@ def report_alignment(
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> dict[str, Any]:
-    """Record the alignment of a speech synthesis model during an evaluation in a guarded run.
+    """Measure the alignment of a speech synthesis model, and record it as an event of `guard`.
 
-    Rule H852 evaluates the alignment. For the arguments and the result, see `alignment_facts`.
+    Call this during an evaluation. Rule H852 checks the recorded alignment. For the other arguments
+    and the return value, see `alignment_facts`.
     """
     alignment: dict[str, Any] = alignment_facts(
         attention, input_lengths, output_lengths, max_decoder_steps
@@ -49,7 +50,7 @@ def alignment_facts(
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> dict[str, float]:
-    """Measure the attention of a batch, averaged over its utterances.
+    """Measure how well the attention of a batch is aligned, averaged over its utterances.
 
     Args:
         attention: Attention weights, shape ``(batch, decoder steps, encoder positions)``. Padding
@@ -61,8 +62,8 @@ def alignment_facts(
             forcing.
 
     Returns:
-        Means over all usable utterances (valid lengths, no NaN or Inf). If there are none, all
-        means are NaN.
+        The number of usable utterances (valid lengths, no NaN or Inf), and the mean of each
+        measure over them. If there are none, all means are NaN.
 
         - ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969,
           eq. 8). It is 1 on the diagonal, 0.42 for uniform attention, and 0.25 if the attention is
@@ -103,6 +104,7 @@ def alignment_facts(
 
 
 def _check_shapes(attention: Tensor, input_lengths: Tensor, output_lengths: Tensor) -> None:
+    # Raise ValueError if the shapes of the attention weights and the lengths do not match.
     batch = attention.shape[:1]
     if attention.ndim == 3 and input_lengths.shape == output_lengths.shape == batch:
         return
@@ -136,7 +138,7 @@ class Utterances:
 
     @classmethod
     def of(cls, attention: Tensor, input_lengths: Tensor, output_lengths: Tensor) -> Utterances:
-        """Mask out the padding of a batch, and find the usable utterances."""
+        """Create utterances from a batch: mask out its padding, and find the usable utterances."""
         device = attention.device
         _, most_steps, most_positions = attention.shape
         positions = input_lengths.to(device).view(-1, 1, 1)
@@ -156,7 +158,8 @@ class Utterances:
         )
 
     def diagonality(self) -> Tensor:
-        """Return the attention weight near the diagonal, shape ``(batch,)``."""
+        """Return how close the attention is to the diagonal, from 0 to 1, shape ``(batch,)``."""
+        # Compare the centers of steps and positions, both as fractions of the total length.
         position = (self.position_numbers + 0.5) / self.positions.clamp(min=1)
         step = (self.step_numbers + 0.5) / self.steps.clamp(min=1)
         nearness = torch.exp(-(position - step).square() / (2 * DIAGONAL_WIDTH**2))
@@ -169,20 +172,23 @@ class Utterances:
     def entropy(self) -> Tensor:
         """Return the entropy relative to its maximum, averaged over steps, shape ``(batch,)``."""
         entropy = -torch.special.xlogy(self.weights, self.weights).sum(dim=2)
+        # With a single position, the largest entropy, log(1), would be 0, so use at least log(2).
         largest = self.positions.clamp(min=2).squeeze(2).log()
         return _mean(entropy / largest, self._valid_steps())
 
     def monotonic_share(self) -> Tensor:
-        """Return the share of steps that do not move backward, shape ``(batch,)``."""
+        """Return the share of steps whose attention does not move back, shape ``(batch,)``."""
         strongest = self.weights.argmax(dim=2)
         forward = (strongest[:, 1:] >= strongest[:, :-1]).float()
         share = _mean(forward, self._valid_steps()[:, 1:])
+        # A single step has no previous step, so it counts as monotonic.
         return torch.where(self.steps.flatten() > 1, share, 1.0)
 
     def _valid_steps(self) -> Tensor:
+        # Return which decoder steps are not padding, shape ``(batch, decoder steps)``.
         return (self.step_numbers < self.steps).squeeze(2)
 
 
 def _mean(values: Tensor, valid: Tensor) -> Tensor:
-    """Average values of shape ``(batch, steps)`` over the valid steps, shape ``(batch,)``."""
+    """Return the mean over valid steps, from shape ``(batch, steps)`` to shape ``(batch,)``."""
     return torch.where(valid, values, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)

@@ -1,8 +1,7 @@
-"""`Finding`: a problem that the diagnosis has found in a run, and the order of findings.
+"""`Finding`: a problem that the diagnosis has found in a run. `in_order` sorts findings.
 
 Causes come before symptoms. If another finding explains a symptom, the symptom is reported last, as
-a note. This avoids reporting the same mistake several times, because many different mistakes lead
-to the same symptoms.
+a note, so that a single mistake is not reported several times.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ SEVERITIES: tuple[Severity, ...] = ("error", "advice", "note")
 # Rules about NaN or Inf, whose origin a guard may have traced.
 NONFINITE_RULES = frozenset({"H801", "H802", "H806"})
 
-# The optimizer does not receive the gradient of the loss, or it maximizes the loss.
+# Rules that report that the optimizer does not receive the gradient of the loss, or that it
+# maximizes the loss.
 WRONG_GRADIENT = frozenset({"H811", "H817", "H831", "H840", "H859"})
-# The loss receives arguments that it does not accept.
+# Rules that report that a loss function receives arguments that it is not meant for.
 WRONG_ARGUMENTS = frozenset({"H836", "H837", "H838", "H839", "H855"})
-# Weights receive no usable gradient.
+# Rules that report that weights receive no usable gradient.
 NOTHING_LEARNS = frozenset({"H808", "H809", "H810", "H812", "H813", "H814", "H822"})
 
 CAUSES_OF_NONFINITE = WRONG_GRADIENT | {"H806", "H825", "H839", "H848"}
@@ -36,8 +36,8 @@ CAUSES_OF_NO_PROGRESS = (
     | {"H801", "H802", "H806", "H819", "H820", "H825", "H841", "H842", "H843", "H848", "H854"}
 )
 
-# For each rule, the rules whose findings explain it. Among symptoms, earlier ones explain later
-# ones, in this order: the loss, its gradient, the weights, the lack of progress.
+# For each rule, the rules whose findings explain its own findings. A symptom may also explain later
+# symptoms, in this order: the loss, its gradient, the weights, the lack of progress.
 EXPLAINED_BY: Mapping[str, frozenset[str]] = {
     "H801": CAUSES_OF_NONFINITE,
     "H802": CAUSES_OF_NONFINITE | {"H801"},
@@ -66,8 +66,8 @@ class Finding:
         severity: ``"error"`` if the run cannot be correct. ``"advice"`` for a very likely mistake.
             ``"note"`` for a fact that is worth knowing but often intended.
         kind: Whether the rule reports a cause, or a symptom that may have several causes.
-        confidence: The share of this rule's reports that are correct, from 0 to 1. Measured if
-            there is data, otherwise estimated.
+        confidence: The share of this rule's reports that are correct, from 0 to 1. It is measured
+            if there is data, and estimated otherwise.
         what: What is wrong, in one sentence.
         fix: What to do, in one sentence.
         where: The affected parameter, module, optimizer or call, or an empty string.
@@ -89,9 +89,9 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by importance, and turn findings that are explained by others into notes.
+    """Sort findings by importance, after turning those that other findings explain into notes.
 
-    If a rule has several findings for the same place, only the first one is kept.
+    If several findings have the same rule and the same `Finding.where`, only the first one is kept.
     """
     unique: dict[tuple[str, str], Finding] = {}
     for finding in findings:
@@ -108,7 +108,7 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _importance(finding: Finding) -> tuple[bool, str, int, float]:
-    """Return the sort key of a finding.
+    """Return the sort key of a finding, which is lower for more important findings.
 
     A symptom with severity "error" comes after a cause with severity "advice", because only causes
     can be fixed.
@@ -122,12 +122,12 @@ def _importance(finding: Finding) -> tuple[bool, str, int, float]:
 
 
 def with_origin(finding: Finding, origin: str | None) -> Finding:
-    """Replace the fix of a finding about NaN or Inf by the traced origin.
+    """Return a finding about NaN or Inf with a fix that names the traced origin.
 
     Args:
         finding: Any finding. If it is not about NaN or Inf, it is returned unchanged.
-        origin: Why the guard refused the last step with NaN or Inf, including the origin and the
-            sample. None if no origin was traced.
+        origin: Why the guard rejected the last step with NaN or Inf, including the traced origin
+            and the affected sample. None if no origin was traced.
     """
     if origin is None or finding.rule not in NONFINITE_RULES:
         return finding

@@ -1,4 +1,4 @@
-"""Measure a model's inputs: their scale, and NaN or Inf in them.
+"""Measure a model's inputs: their scale, and whether they contain NaN or Inf.
 
 This module only takes measurements, in sampled steps. The rules interpret them.
 """
@@ -22,8 +22,8 @@ SCALE_SAMPLE_ELEMENTS = 1024
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the first dense tensors with at least one element in a nested structure."""
-    # Most calls pass only tensors, which need no search.
+    """Return up to `MAX_TENSORS` dense tensors that are not empty from a nested structure."""
+    # Most calls pass only tensors, so there is no nested structure to flatten.
     only_tensors = type(tree) is tuple and all(type(leaf) is Tensor for leaf in tree)
     leaves = tree if only_tensors else pytree.tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
@@ -42,7 +42,12 @@ class InputObserver:
         self._offsets: list[float] = []
 
     def note_arguments(self, tree: Any, *, examine: bool = True) -> None:
-        """Record the arguments of a forward call, and their scale if `examine` is True."""
+        """Count a forward call, and check the tensors among its arguments for NaN and Inf.
+
+        Args:
+            tree: The arguments, as a nested structure.
+            examine: Whether to also record the scale of the largest tensor.
+        """
         self._observed.calls += 1
         tensors = tensors_in(tree)
         if not tensors:
@@ -62,6 +67,7 @@ class InputObserver:
             self._note_scale(sample_of(largest, SCALE_SAMPLE_ELEMENTS).double())
 
     def _note_scale(self, sample: Tensor) -> None:
+        # Record a sample's largest magnitude, and its mean relative to its standard deviation.
         statistics = torch.stack([sample.mean(), sample.std(correction=0), sample.abs().max()])
         mean, spread, magnitude = statistics.tolist()
         append_newest(self._magnitudes, magnitude)
@@ -72,15 +78,15 @@ class InputObserver:
             append_newest(self._offsets, abs(mean) / spread)
 
     def observations(self) -> ObservedInput:
-        """Return all observations, with updated medians."""
+        """Return all observations of the model's inputs, with updated medians."""
         self._observed.largest = median_or_none(self._magnitudes)
         self._observed.offset = median_or_none(self._offsets)
         return self._observed
 
 
 def _has_nan_or_plus_infinity(tensor: Tensor) -> bool:
-    """Return whether data contains NaN or +Inf, but not -Inf, which is common in masks."""
-    # Computing a sum is cheap. Elements are only checked if the sum is not finite.
+    """Return whether a tensor contains NaN or +Inf. -Inf is allowed, as it is common in masks."""
+    # Computing the sum is cheap. Check each element only if the sum is not finite.
     if math.isfinite(float(tensor.sum())):
         return False
     return bool((tensor.isnan() | (tensor == math.inf)).any())

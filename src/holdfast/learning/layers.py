@@ -29,13 +29,13 @@ FIRST_STEPS = 12
 # values, up to a maximum length.
 FIRST_VALUES = 30
 MAX_VALUES = 120
-# Maximum number of names of parameters with NaN or Inf.
+# Maximum number of names to list of parameters whose gradient contains NaN or Inf.
 MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Measurements of the gradients in one optimizer step.
+    """Measurements of an optimizer's gradients, just before one of its steps.
 
     Args:
         tensors: Number of parameters that had a gradient.
@@ -50,7 +50,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingParameter:
-    """A parameter with a gradient, before an optimizer step."""
+    """A parameter that has a gradient, just before an optimizer step."""
 
     name: str
     parameter: nn.Parameter
@@ -61,7 +61,7 @@ class LayerObserver:
     """Observes the gradient and the update of every parameter in sampled steps.
 
     Args:
-        names: Parameter names, by parameter id.
+        names: Parameter names, keyed by parameter id.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -69,7 +69,8 @@ class LayerObserver:
         self._layers: dict[str, ObservedLayer] = {}
         self._ratios: dict[str, list[float]] = {}
         self._gradient_rms: dict[str, list[float]] = {}
-        # The parameters of the current step, each with a sample of its weights before the step.
+        # The parameters that take part in the current step, keyed by name, each with a sample of
+        # its weights before the step.
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def before_step(
@@ -80,12 +81,12 @@ class LayerObserver:
         *,
         weights: bool = True,
     ) -> Gradients:
-        """Measure the gradients just before a step.
+        """Measure and return the gradients of an optimizer, just before it steps.
 
         Args:
-            optimizer: Name of the optimizer, used to name parameters that belong to no model.
+            optimizer: Name of the optimizer, used to name parameters that are in no model.
             parameters: The optimizer's parameters.
-            known_norms: Gradient norms that were already computed, by parameter id.
+            known_norms: Gradient norms that were already computed, keyed by parameter id.
             weights: Whether to also sample the weights, so that `after_step` can compare them.
         """
         moving = self._find_moving(optimizer, parameters)
@@ -132,6 +133,7 @@ class LayerObserver:
     def _norms_of(
         self, moving: list[MovingParameter], known_norms: Mapping[int, float]
     ) -> list[float]:
+        # Return the norm of each gradient, from `known_norms` if it contains all of them.
         ids = [id(moved.parameter) for moved in moving]
         if all(key in known_norms for key in ids):
             return [known_norms[key] for key in ids]
@@ -163,7 +165,7 @@ class LayerObserver:
         return any(step != 0 for step in step_norms)
 
     def observations(self) -> dict[str, ObservedLayer]:
-        """Return the observations of each parameter by name."""
+        """Return the observations of all parameters, keyed by parameter name."""
         for name, layer in self._layers.items():
             ratios = self._ratios.get(name, [])
             layer.ratio = median_or_none(ratios)
@@ -173,5 +175,6 @@ class LayerObserver:
 
 
 def _append(histories: dict[str, list[float]], name: str, value: float) -> None:
+    # Append a value to the history of the parameter with this name.
     history = histories.setdefault(name, [])
     append_bounded(history, value, first=FIRST_VALUES, most=MAX_VALUES)

@@ -1,6 +1,7 @@
-"""Advise how to scale the learning rate with the batch size.
+"""Give advice on how to scale the learning rate with the batch size.
 
-The advice is for losses that are averaged over the batch. This module never changes an optimizer.
+The advice applies to losses that are averaged over the batch. This module never changes an
+optimizer.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Advice:
         betas: New betas for each parameter group (``alpha`` for RMSprop). Empty to leave them
             unchanged.
         eps: New eps for each parameter group. Empty to leave it unchanged.
-        reason: The reason for the change, and the limits of the rule.
-        source: The publication, or an empty string if nothing changes.
+        reason: The reason for the advice, and the limits of the rule.
+        source: The publication that the rule comes from, or an empty string if nothing changes.
     """
 
     rule: ScalingRule
@@ -51,7 +52,7 @@ def rate_of(group: Mapping[str, Any]) -> float:
 
 
 def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
-    """Return how to change the optimizer when the batch size changes.
+    """Return how to change an optimizer's settings when the batch size changes.
 
     With the change, training on the same number of samples should behave as before.
 
@@ -67,7 +68,7 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
         The advised change, with the reason and the source.
 
     Raises:
-        PolicyError: H105 if a size is not a whole number >= 1, or `by` is not valid.
+        PolicyError: H105 if a batch size is not a whole number >= 1, or if `by` is not valid.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -112,10 +113,12 @@ def _divides_by_mean_square(optimizer: Optimizer) -> bool:
 
 
 def _no_change(reason: str) -> Advice:
+    # Return the advice to leave all settings unchanged.
     return Advice(rule="none", factor=1.0, source="", reason=reason)
 
 
 def _linear(ratio: float) -> Advice:
+    # Return the advice for SGD: multiply the learning rate by the ratio of the batch sizes.
     return Advice(
         rule="linear",
         factor=ratio,
@@ -130,6 +133,7 @@ def _linear(ratio: float) -> Advice:
 
 
 def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
+    # Return the advice for Adam and RMSprop: multiply the rate by the square root of the ratio.
     decays = [
         group["betas"] if "betas" in group else (group["alpha"],)
         for group in optimizer.param_groups
@@ -140,6 +144,7 @@ def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
         f" sqrt({ratio:g}), 1 - beta by {ratio:g} and eps by 1/sqrt({ratio:g})"
     )
     betas: tuple[tuple[float, ...], ...] = ()
+    # A beta becomes 1 - ratio * (1 - beta), which must stay above 0.
     if all(ratio * (1 - decay) < 1 for group in decays for decay in group):
         betas = tuple(tuple(1 - ratio * (1 - decay) for decay in group) for group in decays)
     else:
@@ -158,6 +163,7 @@ def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
 
 
 def _check_size(name: str, value: object) -> None:
+    # Raise H105 if a batch size is not a whole number >= 1.
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return
     raise PolicyError(

@@ -1,4 +1,4 @@
-"""Measurements shared by several observers: samples, norms and medians."""
+"""Functions shared by several observers: samples, norms, medians and bounded histories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURABLE_DTYPES = frozenset(
 )
 # Maximum number of elements in a sample (16 KiB of float32).
 SAMPLE_ELEMENTS = 4096
-# Maximum length of a history. Older entries are dropped.
+# Maximum length of a history in `append_newest`. The oldest entries are dropped.
 HISTORY_LENGTH = 400
 
 
@@ -43,7 +43,7 @@ def can_be_measured(tensor: Tensor) -> bool:
 
 
 def sample_of(tensor: Tensor, most: int = SAMPLE_ELEMENTS) -> Tensor:
-    """Return up to `most` elements, spread evenly over a tensor, with shape ``(n,)``.
+    """Return up to `most` elements of a tensor, spread evenly, as a tensor of shape ``(n,)``.
 
     The result is a view if possible. Elements of a float8 dtype are converted to float32, because
     torch has no float8 arithmetic.
@@ -65,15 +65,15 @@ def _spread_over(tensor: Tensor, most: int) -> Tensor:
     if flat.numel() <= most:
         return flat
     stride = flat.numel() // most
-    # A stride that has a common factor with the row length would only visit some columns, for
-    # example only pixels that are always 0.
+    # A stride that has a common factor with the row length would visit only some of the columns,
+    # for example only pixels that are always 0.
     while math.gcd(stride, tensor.shape[-1]) > 1:
         stride += 1
     return flat[::stride][:most]
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the values of a gradient, or only the stored values of a sparse gradient."""
+    """Return a parameter's gradient, or the stored values of a sparse one; None if it has none."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -99,6 +99,7 @@ def norms_of(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def _wide_norm(tensor: Tensor) -> Tensor:
+    # Return the Euclidean norm of a tensor in fp64, computed in at least fp32.
     wide = tensor.dtype == torch.float64 or tensor.is_complex()
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=None if wide else torch.float32)
     return norm.double()
@@ -116,12 +117,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def streak(length: int, *, continues: bool) -> int:
-    """Return the new length of a streak after a step that continues or ends it."""
+    """Return the new length of a streak: one more if it continues, and 0 if it has ended."""
     return length + 1 if continues else 0
 
 
 def append_bounded(history: list[float], value: float, *, first: int, most: int) -> None:
-    """Append a value, keeping at most `most` values: the `first` ones and the newest."""
+    """Append a value, keeping at most `most` values: the first `first` ones and the newest."""
     history.append(value)
     if len(history) > most:
         del history[first]

@@ -51,15 +51,15 @@ class ModelObserver:
             if can_be_measured(parameter)
         }
         self._observed = ObservedModel()
-        # Ids of the parameters that had a gradient before a step. They must be recorded before the
-        # step, because a guard then drops the gradients of parameters that are not in an optimizer.
+        # Ids of the parameters that had a gradient just before a step. They cannot be determined
+        # later, because a guard drops the gradients of parameters that are not in an optimizer.
         self._had_gradient: set[int] = set()
         # Number of forward passes without an autograd graph since the last step, keyed by
         # `module.training`.
         self._passes_without_graph = {True: 0, False: 0}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return all initialized parameters by full name."""
+        """Return all initialized parameters, keyed by full name."""
         return {
             self._prefix + name: parameter
             for name, parameter in self.module.named_parameters()
@@ -71,7 +71,7 @@ class ModelObserver:
         self._passes_without_graph[self.module.training] += 1
 
     def note_step(self) -> None:
-        """Record a sampled step, just before the optimizer steps."""
+        """Record the model's gradients and mode in a sampled step, before the optimizer steps."""
         self._observed.observed += 1
         self._passes_without_graph = {True: 0, False: 0}
         self._had_gradient.update(
@@ -84,7 +84,7 @@ class ModelObserver:
             self._observed.eval_steps += 1
 
     def note_validation(self) -> None:
-        """Record a validation, and whether all of it ran in training mode."""
+        """Count a validation, and whether it ran entirely in training mode."""
         passes = self._passes_without_graph
         ran_in_training_mode = passes[True] > 0 and passes[False] == 0
         self._observed.validations += 1
@@ -99,7 +99,7 @@ class ModelObserver:
 
         Args:
             in_optimizers: Ids of all parameters that are in an optimizer.
-            layers: The observations of each parameter by name.
+            layers: The observations of each parameter, keyed by parameter name.
         """
         learning = self._parameters_meant_to_learn()
         self._observed.weights = _elements(learning)
@@ -116,7 +116,7 @@ class ModelObserver:
         return self._observed
 
     def _parameters_meant_to_learn(self) -> NamedParameters:
-        """Return the parameters that require a gradient and are not declared as frozen."""
+        """Return the parameters that require a gradient and match no `frozen` pattern."""
         return {
             name: parameter
             for name, parameter in self.named_parameters().items()
@@ -125,6 +125,7 @@ class ModelObserver:
         }
 
     def _note_outside(self, outside: NamedParameters) -> None:
+        # `outside` contains the parameters that should learn but are not in any optimizer.
         self._observed.outside = list(outside)[:MAX_NAMES]
         self._observed.outside_count = len(outside)
         self._observed.outside_weights = _elements(outside)
@@ -134,13 +135,14 @@ class ModelObserver:
         self._observed.outside_changed = self._any_changed(outside)
 
     def _note_without_gradient(self, never: NamedParameters, *, first: str) -> None:
+        # `first` is the name of the model's first trainable parameter.
         self._observed.never_gradient = list(never)[:MAX_NAMES]
         self._observed.never_gradient_count = len(never)
         self._observed.never_gradient_weights = _elements(never)
         self._observed.never_gradient_first = first in never
 
     def _symmetric(self, learning: NamedParameters) -> list[str]:
-        """Return the names of matrices whose rows are all equal, except for embeddings."""
+        """Return the names of all matrices with equal rows, other than embeddings."""
         tables = {
             f"{self._prefix}{name}.weight"
             for name, module in self.module.named_modules()
@@ -160,7 +162,7 @@ class ModelObserver:
         ]
 
     def _mode_dependent(self) -> dict[str, nn.Module]:
-        """Return the modules that behave differently in training mode, by name."""
+        """Return the modules that behave differently in training mode, keyed by name."""
         return {
             name: module
             for name, module in self.module.named_modules()
@@ -213,8 +215,8 @@ def has_equal_rows(weight: nn.Parameter) -> bool:
     """
     if weight.dim() < 2 or weight.shape[0] < 2 or weight.numel() == weight.shape[0]:
         return False
-    # Compare the first and the last row first. They almost always differ, and this is faster than
-    # comparing all rows.
+    # Compare the first row with the last one before comparing all rows. They almost always differ,
+    # so this is faster.
     if not torch.equal(weight[0], weight[-1]):
         return False
     return bool((weight.detach() == weight.detach()[:1]).all())

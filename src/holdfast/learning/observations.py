@@ -1,7 +1,7 @@
 """`Observations`: all measurements of a run, as plain counters and short histories.
 
 Observers fill in the fields, and rules read them. All fields can be written as JSON, so rules can
-be tested on a recording. The module contains no tensors and makes no decisions.
+be tested on a recording. This module uses no tensors and makes no decisions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class ObservedOptimizer:
 
     # Name of the optimizer's class.
     kind: str = ""
-    # Number of steps, and of sampled steps.
+    # Number of steps, and how many of them were sampled.
     steps: int = 0
     observed: int = 0
     # Whether `step` is called with a closure, which computes the loss inside the step.
     uses_closure: bool = False
-    # Pairs of step and loss. In long runs, only a subset of the steps is kept.
+    # Pairs ``(step, loss)``. In long runs, only a subset of the steps is kept.
     losses: list[tuple[int, float]] = field(default_factory=list)
     # Number of losses that were NaN or Inf, and the step of the first one.
     nonfinite_losses: int = 0
@@ -31,22 +31,22 @@ class ObservedOptimizer:
     # Total gradient norms of sampled steps: the first ones and the newest ones.
     gradient_norms: list[float] = field(default_factory=list)
 
-    # Number of parameters in the optimizer, and of those with ``requires_grad=False``.
+    # Number of parameters in the optimizer, and how many of them have ``requires_grad=False``.
     tensors: int = 0
     frozen: int = 0
-    # Number of parameters that do not belong to an observed model, of those among them that have a
-    # gradient, and of those that belonged to a model when observation began.
+    # Number of parameters that are not in any observed model, how many of them have a gradient, and
+    # how many of them were in an observed model when observation began.
     foreign: int = 0
     foreign_with_gradient: int = 0
     replaced: int = 0
 
-    # The largest learning rate of any parameter group, in the last step and in all steps.
+    # The largest learning rate of any parameter group, in the last step and over all steps.
     lr: float = 0.0
     largest_lr: float = 0.0
     # Number of consecutive steps, up to the last one, with a learning rate of practically 0.
     zero_lr_steps: int = 0
-    # Number of consecutive steps, up to the last one, with less than a thousandth of the largest
-    # learning rate.
+    # Number of consecutive steps, up to the last one, with a learning rate below a thousandth of
+    # the largest one.
     low_lr_steps: int = 0
     weight_decay: float = 0.0
     maximize: bool = False
@@ -59,15 +59,15 @@ class ObservedOptimizer:
     # 0.
     zero_gradient_steps: int = 0
     # Number of sampled steps with NaN or Inf in a gradient. For the first such step: the names of
-    # some affected parameters, and the number of the step.
+    # some affected parameters, and the step number.
     nonfinite_gradients: int = 0
     nonfinite_names: list[str] = field(default_factory=list)
     first_nonfinite_gradient: int | None = None
     # Number of sampled steps that changed any weight.
     moved: int = 0
 
-    # Number of steps in which `AccumulationCheck` saw a backward pass. The next three counts refer
-    # to these steps.
+    # Number of steps in which `AccumulationCheck` saw a backward pass. The counts `leaks`,
+    # `reversed` and `zeroed` include only these steps.
     checked: int = 0
     # Number of consecutive steps, up to the last one, whose gradients were added to the gradients
     # of the previous step.
@@ -118,7 +118,7 @@ class ObservedModel:
     mode_dependent: list[str] = field(default_factory=list)
     # Number of sampled steps in evaluation mode.
     eval_steps: int = 0
-    # Number of validations, and of those that ran entirely in training mode.
+    # Number of validations, and how many of them ran entirely in training mode.
     validations: int = 0
     train_mode_validations: int = 0
     # Whether the first layer normalizes the input.
@@ -134,13 +134,13 @@ class ObservedScheduler:
     # How often the scheduler was stepped in total, and before the first optimizer step.
     advanced: int = 0
     before_first: int = 0
-    # Number of optimizer steps before which the scheduler was stepped exactly once or several times
-    # since the previous optimizer step.
+    # Number of intervals between two optimizer steps in which the scheduler was stepped exactly
+    # once, and in which it was stepped several times.
     advanced_once: int = 0
     advanced_several: int = 0
     # The patience of a ReduceLROnPlateau scheduler.
     patience: int | None = None
-    # Number of scheduler steps until the end of a cycle or the next milestone.
+    # The scheduler's ``T_max`` or ``step_size``, in scheduler steps.
     period: int | None = None
 
 
@@ -150,7 +150,8 @@ class ObservedLayer:
 
     # Number of dimensions of the parameter.
     dims: int = 0
-    # Number of sampled steps, of those with a gradient, and of those with a gradient of exactly 0.
+    # Number of sampled steps, how many of them had a gradient, and in how many of them the gradient
+    # was exactly 0.
     steps: int = 0
     with_gradient: int = 0
     zero_gradient: int = 0
@@ -167,38 +168,38 @@ class ObservedLayer:
 
 @dataclass(slots=True, kw_only=True)
 class ObservedLoss:
-    """One place where a loss is computed."""
+    """One place in the training script where a loss is computed."""
 
     function: str = ""
-    # Number of calls, and of calls whose arguments were examined.
+    # Number of calls, and how many of them had their arguments examined.
     calls: int = 0
     examined: int = 0
     # For each flag, such as "softmax_input", how many examined calls raised it. See
     # `losses.arguments.CHECKS`.
     flags: dict[str, int] = field(default_factory=dict)
-    # The shapes that were broadcast, as shown to users.
+    # The two shapes that were broadcast against each other, formatted for messages.
     shapes: str = ""
     first: float | None = None
     values: list[float] = field(default_factory=list)
     # Loss of the best constant prediction.
     baseline: float | None = None
-    # By how much the model's loss was below the loss of the best constant, per batch, newest last.
+    # For each batch, newest last: the loss of the best constant prediction minus the model's loss.
     gains: list[float] = field(default_factory=list)
-    # For each call, 1 or -1: the sign with which the loss enters the minimized objective.
+    # For each call, the sign (1 or -1) with which the loss enters the minimized objective.
     signs: list[int] = field(default_factory=list)
     labelled_calls: int = 0
     # Mean number of distinct labels per batch, and the number expected for shuffled data.
     distinct_labels: float | None = None
     expected_labels: float | None = None
-    # Mean squared target, which is the loss of predicting 0.
+    # Mean squared target, which is the squared error of predicting 0.
     target_scale: float | None = None
 
     def always(self, flag: str) -> bool:
-        """Return whether at least 90% of the examined calls raised a flag, given enough calls."""
+        """Return whether enough calls were examined, and at least 90% of them raised a flag."""
         return self.examined >= MIN_CALLS and self.flags.get(flag, 0) >= 0.9 * self.examined
 
     def mostly(self, flag: str) -> bool:
-        """Return whether more than half of the examined calls raised a flag, given enough calls."""
+        """Return whether enough calls were examined, and more than half of them raised a flag."""
         return self.examined >= MIN_CALLS and self.flags.get(flag, 0) > 0.5 * self.examined
 
 
@@ -206,7 +207,7 @@ class ObservedLoss:
 class ObservedInput:
     """The inputs of one model."""
 
-    # Number of calls, and of calls whose values were examined.
+    # Number of calls, and how many of them had their inputs examined.
     calls: int = 0
     examined: int = 0
     # Number of examined batches in which all elements have the same value.
@@ -223,10 +224,11 @@ class ObservedInput:
 class Observations:
     """All measurements of a run.
 
-    Optimizers, models and so on are stored by name.
+    Each dict is keyed by the name of what it describes: an optimizer, model, scheduler, parameter
+    or loss site. Inputs are keyed by the name of their model.
     """
 
-    # Number of steps of the optimizer with the most steps, and planned number of steps.
+    # Number of steps of the optimizer that has stepped most often, and planned number of steps.
     steps: int = 0
     total_steps: int | None = None
     ended: bool = False
@@ -234,11 +236,11 @@ class Observations:
     # Number of backward passes, in total and since the last optimizer step.
     backwards: int = 0
     backwards_since_step: int = 0
-    # Number of consecutive sampled steps in which gradients were only clipped before backward
-    # computed them.
+    # Number of consecutive sampled steps in which gradients were clipped before backward computed
+    # them, but not afterwards.
     early_clips: int = 0
-    # Number of trainable parameters that a forward pass uses but that are not in a model or an
-    # optimizer.
+    # Number of trainable parameters that a forward pass uses although they are in neither a model
+    # nor an optimizer.
     strays: int = 0
     optimizers: dict[str, ObservedOptimizer] = field(default_factory=dict)
     models: dict[str, ObservedModel] = field(default_factory=dict)
@@ -253,7 +255,7 @@ class Observations:
 
     @property
     def minimizes_one_loss(self) -> bool:
-        """Whether one optimizer minimizes one loss, whose level and sign are then meaningful."""
+        """Whether one optimizer minimizes one loss, so that its level and sign are meaningful."""
         return self.objective == "minimize" and len(self.optimizers) == 1
 
     @property

@@ -1,7 +1,7 @@
 """`Observer`: collects `Observations` of a run and applies the rules, for `watch` or a guard.
 
 The observer uses torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It does not
-change training. `rules` interprets the measurements.
+change the results of training. The package `rules` interprets the measurements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_CALLS_PER_STEP = 4
 # Maximum number of backward passes without an optimizer step. After that, no more steps are
 # sampled.
 MAX_BACKWARDS_WITHOUT_STEP = 400
-# Maximum number of backward losses that are kept until the optimizer step.
+# Maximum number of losses that are kept between two optimizer steps, one per backward pass.
 MAX_PENDING_LOSSES = 64
 # Number of training losses whose median is compared with a validation loss.
 LOSSES_BEFORE_VALIDATION = 10
@@ -79,7 +79,7 @@ def _contain_errors(
 
 @contextlib.contextmanager
 def _unobserved() -> Iterator[None]:
-    """Disable autograd and function modes within the context."""
+    """Return a context manager that disables gradient recording and function modes."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
@@ -90,8 +90,8 @@ class Observer:
     Args:
         subjects: The objects to observe.
         intent: The user's statements about the run.
-        guided: Whether a guard drives the observer: every training pass runs inside `begin_step`,
-            and `end_step` receives the losses.
+        guided: Whether a guard calls the observer. Every training pass then runs inside
+            `begin_step`, and `end_step` receives the losses.
 
     Raises:
         PolicyError: H102 if a `frozen` pattern matches nothing.
@@ -138,8 +138,8 @@ class Observer:
         self._calls = 0
         # True while a model's forward method is running.
         self._in_forward = False
-        # Ids of the parameters that are in a model or an optimizer, and of those that a forward
-        # pass uses although they are in neither.
+        # Ids of the parameters that are in a model or an optimizer, and of the parameters that a
+        # forward pass uses although they are in neither.
         self._owned: set[int] = set()
         self._strays: set[int] = set()
 
@@ -166,7 +166,7 @@ class Observer:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the optimizer with the most steps."""
+        """Number of steps of the optimizer that has stepped most often."""
         counts = [optimizer.observed.steps for optimizer in self._optimizers.values()]
         return max(counts, default=0)
 
@@ -179,9 +179,10 @@ class Observer:
         return is_selected(self._ended_steps, len(self._optimizers), SAMPLED)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that observes passes within it if this step is `due`.
+        """Return a context manager that observes the training passes in its body.
 
-        May be used several times per step, for example once per micro-batch.
+        It does nothing if the step should not be sampled (see `due`). It may be entered several
+        times per step, for example once per micro-batch.
         """
         return self._observing() if self.due() else contextlib.nullcontext()
 
@@ -246,7 +247,7 @@ class Observer:
 
     @_contain_errors
     def _on_weight(self, weight: nn.Parameter) -> None:
-        """Record a trainable parameter that is used but is not in a model or an optimizer."""
+        """Record a trainable parameter that is used but is in neither a model nor an optimizer."""
         if not self._in_forward or id(weight) in self._owned:
             return
         if weight.requires_grad and weight.is_leaf:
@@ -280,7 +281,7 @@ class Observer:
         Args:
             name: Name of the optimizer.
             closure: Whether `step` was called with a closure.
-            norms: If given, returns the gradient norms before clipping, by parameter id.
+            norms: If given, returns the gradient norms before clipping, keyed by parameter id.
         """
         optimizer = self._optimizers[name]
         optimizer.begin_step(closure=closure)
@@ -312,7 +313,7 @@ class Observer:
     def after_step(self, name: str) -> None:
         """Observe an optimizer just after it has stepped.
 
-        A guard only calls this in sampled steps.
+        A guard calls this only in sampled steps.
         """
         optimizer = self._optimizers[name]
         self._run.backwards_since_step = 0
@@ -323,10 +324,10 @@ class Observer:
         optimizer.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(self, loss: float | None = None, names: Sequence[str] = ()) -> list[Finding]:
-        """End a step, and return findings that were not returned before.
+        """End a step, and return the findings that no earlier call has returned.
 
         Args:
-            loss: The mean loss of the step, if the caller knows it.
+            loss: The mean loss of the step, or None if the caller does not know it.
             names: Names of the optimizers that stepped. If empty, all of them did.
         """
         if loss is not None:
@@ -412,12 +413,12 @@ class Observer:
             model.note_validation()
 
     def aligned(self, alignment: dict[str, float]) -> None:
-        """Record the attention alignment of a speech synthesis model, see `alignment_facts`."""
+        """Record the attention alignment of a speech synthesis model; see `alignment_facts`."""
         self._run.alignment = alignment
 
     @_contain_errors
     def finish(self) -> None:
-        """Apply all rules to the whole run, at its end."""
+        """Apply all rules to the observations of the whole run, once it has ended."""
         self._judge(windows=True, ended=True)
 
     @_contain_errors
@@ -438,7 +439,7 @@ class Observer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`. Optimizers that are not in it start from scratch."""
+        """Restore a state from `state_dict`. Optimizers that it does not contain start afresh."""
         for name, optimizer in self._optimizers.items():
             if name in state["optimizers"]:
                 optimizer.load_state_dict(state["optimizers"][name])

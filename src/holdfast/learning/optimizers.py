@@ -19,8 +19,8 @@ from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 CHECKED_STEPS = 8
 # Maximum number of losses to keep. If there are more, every second loss is dropped.
 MAX_LOSSES = 800
-# The history of gradient norms keeps the first norms, which show the start of training, and the
-# newest norms, up to a maximum length.
+# The history of gradient norms keeps the first norms, which show the start of training, and as many
+# of the newest norms as fit into its maximum length.
 FIRST_NORMS = 30
 MAX_NORMS = 400
 # A learning rate counts as practically 0, or as low, if it is below this fraction of the largest
@@ -42,7 +42,7 @@ class OptimizerObserver:
         self.observed = ObservedOptimizer(kind=type(optimizer).__name__)
         self.observed.lr = self._learning_rate()
         self.observed.largest_lr = self.observed.lr
-        # Losses of backward passes since the last step.
+        # Losses of the backward passes since the last step.
         self.pending_losses: list[float] = []
         self._owned_at_start = {id(parameter) for parameter in self.parameters()} & set(owned)
         self._accumulation: AccumulationCheck | None = None
@@ -70,9 +70,9 @@ class OptimizerObserver:
         return max(rates, default=0.0)
 
     def begin_step(self, *, closure: bool) -> None:
-        """Count a step, and read the learning rates. Synchronizes once if they are tensors.
+        """Count a step, and record its learning rate, just before the optimizer steps.
 
-        Called before every step.
+        Synchronizes with the device once if learning rates are tensors.
         """
         observed = self.observed
         lr = self._learning_rate()
@@ -88,7 +88,7 @@ class OptimizerObserver:
         observed.lr = lr
 
     def note_gradients(self, gradients: Gradients) -> None:
-        """Record gradient measurements from just before a sampled step."""
+        """Record the gradients that were measured just before a sampled step."""
         observed = self.observed
         observed.observed += 1
         has_gradient = gradients.tensors > 0
@@ -110,10 +110,10 @@ class OptimizerObserver:
             self._accumulation.note_step(observed)
 
     def end_step(self, *, moved: bool, has_loss: bool) -> None:
-        """End a step.
+        """Record the outcome of a step, after the optimizer has stepped.
 
         Args:
-            moved: Whether the step was seen to change weights.
+            moved: Whether a change of the weights was observed in this step.
             has_loss: Whether the caller records the loss with `add_loss`. If False, the loss of the
                 last backward pass is recorded.
         """
@@ -126,7 +126,7 @@ class OptimizerObserver:
             self.close()
 
     def add_loss(self, value: float) -> None:
-        """Record the loss of this step. NaN and Inf are only counted."""
+        """Record the loss of the current step. NaN and Inf are counted but not stored."""
         observed = self.observed
         if not math.isfinite(value):
             observed.nonfinite_losses += 1
@@ -141,7 +141,7 @@ class OptimizerObserver:
             self._loss_stride *= 2
 
     def observations(self, owned: Collection[int]) -> ObservedOptimizer:
-        """Return all observations.
+        """Return all observations of the optimizer.
 
         Args:
             owned: Ids of all parameters that are in an observed model.
@@ -171,7 +171,7 @@ class OptimizerObserver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self.observed.steps = int(state["steps"])
         self.observed.losses = [
             (int(step), float(loss))
@@ -196,9 +196,9 @@ class SchedulerObserver:
         return int(getattr(self.scheduler, "last_epoch", 0))
 
     def note_step(self) -> None:
-        """Count how often the scheduler was stepped since the previous optimizer step.
+        """Record how often the scheduler was stepped since the previous optimizer step.
 
-        Called before every optimizer step.
+        Must be called before every optimizer step.
         """
         count = self._count()
         advances = count - self._count_at_last_step
@@ -214,6 +214,6 @@ class SchedulerObserver:
 
 
 def _period_of(scheduler: Any) -> int | None:
-    """Return the number of scheduler steps until the end of a cycle or the next milestone."""
+    """Return a scheduler's ``T_max`` or ``step_size``, in scheduler steps; None without either."""
     period = getattr(scheduler, "T_max", None) or getattr(scheduler, "step_size", None)
     return period if isinstance(period, int) else None

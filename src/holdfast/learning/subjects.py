@@ -15,13 +15,13 @@ from holdfast.learning.models import matches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subjects:
-    """The observed objects, by name.
+    """The observed models, optimizers and schedulers, each keyed by name.
 
     Args:
         models: The original modules, not the ones returned by `torch.compile`.
         optimizers: The optimizers.
         schedulers: The schedulers that are stepped by the training loop.
-        compiled: Whether a model is compiled, so that only optimizers can be observed.
+        compiled: Whether any model is compiled, so that only the optimizers can be observed.
     """
 
     models: Mapping[str, nn.Module]
@@ -30,7 +30,7 @@ class Subjects:
     compiled: bool = False
 
     def prefix(self, model: str) -> str:
-        """Return the prefix for the names of a model's parameters. Empty for a single model."""
+        """Return the prefix of the names of a model's parameters, empty if it is the only model."""
         return "" if len(self.models) == 1 else f"{model}."
 
 
@@ -41,7 +41,7 @@ class Intent:
     Args:
         total_steps: Planned number of optimizer steps.
         objective: How the loss is used: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
-        frozen: Patterns of parameters that are frozen on purpose (see `models.matches`).
+        frozen: Patterns that match parameters frozen on purpose (see `models.matches`).
         ignore: Ids of rules to skip.
     """
 

@@ -1,4 +1,4 @@
-"""`watch`: diagnose any training loop, without a guard and without changing the loop."""
+"""`watch`: diagnose any training loop, without a guard and without changes to the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("holdfast")
 
 
 class Watch:
-    """A context manager that observes a training loop, created by `watch`."""
+    """A context manager that observes the training loop in its body. Call `watch` to create one."""
 
     def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer]) -> None:
         self._observer = observer
@@ -70,10 +70,10 @@ class Watch:
         return self._observer.findings.reported()
 
     def diagnose(self) -> list[Finding]:
-        """Return the findings so far, including those that are only reported on request.
+        """Return the findings so far, including those that are reported only on request.
 
-        Findings on request include, for example, that a run learns nothing (H828) or that its loss
-        has risen (H826). They are often right, but not often enough to be reported for every run.
+        Examples of such findings are that a run learns nothing (H828) or that its loss has risen
+        (H826). They are often right, but not often enough to be reported for every run.
         """
         self._observer.judge_now()
         return self._observer.findings.all()
@@ -107,15 +107,15 @@ class Watch:
         if not self._observer.due():
             return
         self._observer.begin_sampling()
-        # If the caller has entered another function mode since, leaving that mode would pop the
-        # observer's mode instead. Functions are then not observed in this step.
+        # If the caller has entered another function mode in the meantime, leaving it would pop the
+        # observer's mode instead. In that case, function calls are not observed in this step.
         if torch._C._len_torch_function_stack() == self._modes_at_start:
             self._observer.hooks.enter_mode()
 
     def _before_step(self, name: str, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_symbolic():
             return
-        # torch passes the arguments of step(), preceded by the optimizer itself.
+        # `args` contains the positional arguments of step(), preceded by the optimizer itself.
         closures = (kwargs.get("closure"), *args[1:])
         has_closure = any(closure is not None for closure in closures)
         self._observer.before_step(name, closure=has_closure)
@@ -165,12 +165,13 @@ def watch(
             are stepped at the right times.
         total_steps: Planned number of optimizer steps.
         objective: How the loss is used: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
-        frozen: Names, or shell patterns for names, of parameters that are frozen on purpose.
+        frozen: Names of parameters that are frozen on purpose, or shell patterns that match such
+            names.
         ignore: Ids of rules whose findings should not be reported, such as ``"H808"``.
 
     Returns:
-        A context manager. Its method ``findings()`` returns the findings. Each finding is also
-        logged once, to the logger ``holdfast``.
+        A context manager to run the training loop in. Its method ``findings()`` returns the
+        findings. Each finding is also logged once, to the logger ``holdfast``.
 
     Raises:
         PolicyError: H102 or H105 for an invalid argument, H702 for an ignored rule that does not
@@ -191,7 +192,7 @@ def watch(
         >>> watching.findings()[0].rule
         'H836'
     """
-    # A single string is a name, not a sequence of letters.
+    # A string is a sequence of characters, but here it stands for a single name.
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     policy = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
@@ -210,7 +211,11 @@ def watch(
 
 
 def _by_name(argument: Any, name: str, kind: type) -> dict[str, Any]:
-    """Convert a single object to a dict with one entry, and check the types of the values."""
+    """Return objects by name: a copy of a dict, or a single object under the default name `name`.
+
+    Raises:
+        PolicyError: H105 if an object is not of type `kind`.
+    """
     objects = dict(argument) if isinstance(argument, Mapping) else {name: argument}
     for key, value in objects.items():
         if value is None or not isinstance(value, kind):

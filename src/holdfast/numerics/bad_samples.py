@@ -1,7 +1,7 @@
 """Find the samples of a batch that cause NaN or Inf, by testing smaller batches.
 
-The search works with lists of indices, never with tensors. Its last test confirms the result:
-without the samples that were found, the step is finite.
+The search works with lists of sample indices, never with tensors. Its last test confirms the
+result: without the samples that it has found, the batch gives no NaN or Inf.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class _TooManyCallsError(Exception):
-    """The search has used up its calls."""
+    """Raised if the search gives up, after too many calls of `is_bad` or only bad answers."""
 
 
 def find_bad_samples(
@@ -20,17 +20,18 @@ def find_bad_samples(
     hint: Sequence[int] = (),
     most_calls: int = 40,
 ) -> list[int]:
-    """Return the samples that must be left out of a bad batch to make it good.
+    """Return the samples to leave out of a bad batch, so that the remaining batch is good.
 
-    If the hint is correct, one call of `is_bad` is enough. Without a hint, finding k bad samples
-    takes about ``2 k log2(size)`` calls. If all smaller batches are bad too, the search gives up
-    after ``4 + 2 log2(size)`` calls, because single samples are then unlikely to be the cause.
+    If `hint` names a single sample and is correct, one call of `is_bad` is enough. Without a hint,
+    finding k bad samples takes about ``2 k log2(size)`` calls. If all smaller batches are bad too,
+    the search gives up after ``4 + 2 log2(size)`` calls, because individual samples are then
+    unlikely to be the cause.
 
     Args:
         is_bad: Returns whether a batch of the given samples gives NaN or Inf. It receives at least
             one index, in ascending order.
         size: Number of samples in the batch.
-        hint: Indices of samples that are probably bad.
+        hint: Indices of the samples that are probably bad.
         most_calls: The search gives up after this many calls of `is_bad`.
 
     Returns:
@@ -45,7 +46,7 @@ def find_bad_samples(
 
 
 class _SampleSearch:
-    """A bisection over the samples of one batch, with the answers of `is_bad` that it has so far.
+    """A bisection over the samples of one batch, which remembers all answers of `is_bad`.
 
     Args:
         is_bad: Returns whether a batch of the given samples gives NaN or Inf.
@@ -58,16 +59,16 @@ class _SampleSearch:
         self._all = range(size)
         self._calls_left = most_calls
         self._patience = 4 + 2 * math.ceil(math.log2(max(size, 2)))
-        # The answers of `is_bad` so far, by the samples. The search is only started for a batch
-        # that is bad as a whole.
+        # The answers of `is_bad` so far, keyed by the tested samples. The search is started only
+        # for a batch that is bad as a whole, so this answer is known.
         self._answers: dict[tuple[int, ...], bool] = {tuple(self._all): True}
 
     def run(self, hint: list[int]) -> list[int]:
-        """Return the samples to leave out, or an empty list."""
+        """Return the samples to leave out; empty if leaving out samples does not help."""
         if hint and self._is_good_without(hint):
             return self._narrow(hint)
         bad: list[int] = []
-        # One round is enough, unless some samples are bad only in combination.
+        # One round is enough unless some samples are bad only in combination with others.
         while len(bad) < len(self._all):
             more = self._bad_among(self._without(bad), good=[])
             bad = sorted({*bad, *more})
@@ -76,7 +77,7 @@ class _SampleSearch:
         return []
 
     def _narrow(self, hint: list[int]) -> list[int]:
-        """Return the bad samples in a hint that contains all bad samples, and maybe good ones."""
+        """Return the bad samples in a hint that contains all of them, but perhaps good ones too."""
         if len(hint) == 1:
             return hint
         bad = sorted(self._bad_among(hint, good=self._without(hint)))
@@ -113,7 +114,11 @@ class _SampleSearch:
         return bool(remaining) and not self._ask(remaining)
 
     def _ask(self, samples: list[int]) -> bool:
-        """Return whether a batch of these samples is bad, from the stored answers if possible."""
+        """Return whether a batch of these samples is bad. Reuse an earlier answer if there is one.
+
+        Raises:
+            _TooManyCallsError: If the search should give up.
+        """
         key = tuple(sorted(samples))
         if key not in self._answers:
             every_answer_is_bad = all(self._answers.values())

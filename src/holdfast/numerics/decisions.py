@@ -16,12 +16,12 @@ def decide_after_nonfinite(
     """Decide what to do about a non-finite step: skip it, roll back, or stop.
 
     Args:
-        reason: Why the step is non-finite. The decision has the same reason.
+        reason: Why the step is non-finite. The decision states this reason.
         in_a_row: Number of consecutive non-finite steps, including this one.
-        patience: Roll back after this many consecutive non-finite steps, or None to always skip.
+        patience: Roll back after this many consecutive non-finite steps. None to always skip.
         rollbacks_in_a_row: Number of rollbacks since the run last got past the step that caused
             them.
-        max_rollbacks: Stop the run instead of rolling back once there were this many.
+        max_rollbacks: After this many such rollbacks, stop the run instead of rolling back again.
     """
     if patience is None or in_a_row < patience:
         return SkipStep(reason=reason, promise="changes training")
@@ -46,17 +46,18 @@ def decide_after_spike(  # noqa: PLR0913
 
     Args:
         level: The judgment of the spike detector.
-        action: The strongest reaction that the policy allows.
+        action: The strongest action that the policy allows.
         hard_in_a_row: Number of consecutive hard steps, including this one.
-        patience: Skip fewer than this many consecutive hard steps. Beyond that, the batches are
-            hardly the cause: with ``"roll_back"``, roll back; with ``"skip"``, commit the step.
-            None to skip hard steps until they turn out to be a divergence.
+        patience: Once this many consecutive steps are hard, they are no longer skipped, because
+            their batches are unlikely to be the cause. Instead, the run is rolled back if `action`
+            is ``"roll_back"``, and the step is committed if it is ``"skip"``. None to skip hard
+            steps until they turn out to be a divergence.
         rollbacks_in_a_row: Number of rollbacks since the run last got past a divergence.
         max_rollbacks: Stop the run if it diverges again after this many rollbacks.
-        reason: Why the step stands out. The decision has the same reason.
+        reason: Why the step is suspicious. The decision states this reason.
 
     Returns:
-        None to commit the step normally.
+        The decision, or None to commit the step normally.
     """
     if action in ("off", "warn") or level is Level.CALM:
         return None
@@ -79,7 +80,7 @@ def _stop_after(rollbacks_in_a_row: int, reason: str) -> Stop:
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
-    """Describe a non-finite step in one line: its loss, and parameters with bad gradients.
+    """Return a one-line description of a non-finite step: its loss, and its bad gradients.
 
     Args:
         loss: The loss of the step.

@@ -1,4 +1,4 @@
-"""Detect code that is compiled or being traced, and run compiled modules eagerly."""
+"""Detect code that has been compiled or is being traced, and run compiled modules eagerly."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules eagerly within the context."""
+    """Return a context manager in whose body compiled modules run eagerly."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    # torch warns that global hooks also fire for the wrapper of a compiled module. That is harmless
-    # here.
+    # torch warns that global module hooks also run for the wrapper of a compiled module, which is
+    # harmless in a replay.
     with ignore_warnings(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -47,17 +47,18 @@ def _is_compiled(module: nn.Module) -> bool:
 def anything_compiled() -> bool:
     """Return whether ``torch.compile`` has traced anything in this process.
 
-    ``torch.compiler.reset()`` makes this False again.
+    After ``torch.compiler.reset()``, the result is False again.
     """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)
 
 
 def is_symbolic() -> bool:
-    """Return whether the running code is being traced or transformed, so values cannot be read.
+    """Return whether the running code is being traced or transformed.
 
-    This is the case under a compiler, ``torch.jit.trace``, any dispatch mode (such as those of
-    ``make_fx`` and fake tensors) or a ``torch.func`` transform, and during CUDA graph capture.
+    The values of tensors then cannot be read. Code is traced or transformed under a compiler,
+    ``torch.jit.trace``, any dispatch mode (such as those of ``make_fx`` and fake tensors) or a
+    ``torch.func`` transform, and during CUDA graph capture.
     """
     return (
         torch.compiler.is_compiling()
@@ -72,5 +73,5 @@ def is_symbolic() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether a level of forward-mode AD is active, as in ``torch.func.jvp``."""
+    """Return whether forward-mode AD is active, for example within ``torch.func.jvp``."""
     return bool(forward_ad._current_level >= 0)

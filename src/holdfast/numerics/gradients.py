@@ -1,12 +1,12 @@
-"""Gradient norms that do not overflow, the finite check of a step, and clipping.
+"""Compute gradient norms that do not overflow, check a step for NaN and Inf, and clip gradients.
 
-The norm that clipping needs also serves as the finite check. It is computed as one norm per tensor
-in fp32, and the norm of these norms, which the host reads. Only if it is not finite, a second pass
-in fp64 finds out whether the norm overflowed or a gradient really contains NaN or Inf.
+The norm that clipping needs also shows whether the step is finite. It is computed from the fp32
+norm of each tensor, and the host reads only the result. If the result is not finite, a second pass
+in fp64 determines whether the norm has overflowed or a gradient really contains NaN or Inf.
 
-If torch's norm is finite, clipping is bit-identical to torch's own. torch's norm overflows for
-large finite gradients, such as fp32 gradients of 1e20. torch then multiplies every gradient by 0,
-while this module clips with the fp64 norm.
+If torch's norm is finite, the clipped gradients are bit-identical to those of torch's own function.
+For large finite gradients, such as fp32 gradients of 1e20, torch's norm overflows. torch would then
+multiply every gradient by 0, whereas this module clips with the fp64 norm.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class GradientFacts:
-    """The loss of a step and the L2 norms of its gradients, before clipping."""
+    """The loss of a step, and the L2 norms of its gradients before clipping."""
 
-    # The norm of each group, by the group's name.
+    # The norm of each group, keyed by the group's name.
     norms: dict[str, float]
     # The norm of all gradients together.
     total: float
@@ -47,7 +47,7 @@ class GradientFacts:
     overflowed: bool
     # Whether the loss or a gradient contains NaN or Inf.
     nonfinite: bool
-    # The number of items of the loss, if `inspect` has read it from a device.
+    # The number of items over which the loss is a mean, if `inspect` has read it from a device.
     items: float | None = None
 
 
@@ -64,19 +64,20 @@ def inspect(
     *,
     share: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> tuple[GradientFacts, torch.Tensor]:
-    """Measure the gradients of a step. Cost: one host sync.
+    """Measure the gradients of a step. Cost: one host sync if all of them are finite.
 
     Args:
         groups: The parameter groups. At least one of them must have a parameter.
         loss: The step's loss, shape ``()``, detached.
-        items: The number of items of the loss, shape ``()``, to read it in the same sync. None if
-            it is already known on the host.
-        share: Converts the norms of local shards to the norms of whole gradients, or None if no
+        items: The number of items over which the loss is a mean, shape ``()``, which is read in the
+            same sync. None if the host already knows it.
+        share: Converts the norms of local shards to the norms of whole gradients. None if no
             gradient is sharded.
 
     Returns:
-        The facts, and the norm of each gradient in the order of `groups`, shape ``(number of
-        gradients,)``. The norms are fp32, or fp64 if gradients are fp64 or a norm overflowed.
+        The loss and the norms as numbers, and the norm of each gradient in the order of `groups`,
+        shape ``(number of gradients,)``. These norms are fp32, or fp64 if gradients are fp64 or a
+        norm overflowed.
     """
     gradients = _gradients_of(groups)
     if share is None:
@@ -127,7 +128,7 @@ def _summarize(
     loss: torch.Tensor,
     items: torch.Tensor | None,
 ) -> tuple[GradientFacts, torch.Tensor]:
-    """Return the facts, and the norms of all gradients stacked into one tensor."""
+    """Return the `GradientFacts` of a step, and the given norms stacked into one tensor."""
     device = norms[0].device
     stacked = torch.stack(
         [norm if norm.device == device else norm.to(device) for norm in norms],
@@ -143,7 +144,8 @@ def _summarize(
     values = _read(scalars)
     total_value = values[0]
     loss_value = values[1]
-    # The norm of a single group is the total.
+    # With a single group, its norm is the total norm, and no group norms were computed. Otherwise
+    # they follow the total and the loss in `values`.
     norms_by_group = values[2 : 2 + len(group_norms)] or [total_value]
     facts = GradientFacts(
         norms=dict(zip([group.name for group in groups], norms_by_group, strict=True)),
@@ -157,7 +159,7 @@ def _summarize(
 
 
 def _read(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors. Cost: one host sync, or none if all are on the CPU."""
+    """Return scalar tensors as Python numbers. Cost: one host sync, or none for CPU tensors."""
     device = scalars[0].device
     if all(scalar.is_cpu for scalar in scalars):
         return [scalar.item() for scalar in scalars]
@@ -175,7 +177,7 @@ def clip(
 ) -> None:
     """Clip finite gradients to a maximum norm, in place. Cost: no host sync.
 
-    The three values of `clip_by` are different algorithms. They give the same result only if no
+    The three values of `clip_by` select different algorithms, which give the same result only if no
     norm is above the limit.
 
     =========  =============================  =======================  ===========================
@@ -188,15 +190,15 @@ def clip(
 
     ``benchmarks/clipping`` measures the difference. If three groups of a small transformer are
     above the limit, the steps with ``"group"`` and ``"global"`` have a cosine similarity of 0.83,
-    and the step with ``"group"`` is 1.73 times as long.
+    and the one with ``"group"`` is 1.73 times as long.
 
     Args:
         groups: The groups that were passed to `inspect`.
-        norms: The norms of all gradients that `inspect` returned.
+        norms: The norm of each gradient, as returned by `inspect`.
         max_norm: The maximum norm, above 0.
-        clip_by: The gradients that share a norm; see the table.
-        order: For ``"global"``, the order in which `norms` are summed, as indices; None for their
-            own order.
+        clip_by: Which gradients share one norm and one factor; see the table.
+        order: For ``"global"``, indices into `norms` that define the order of summation. None to
+            sum `norms` in the given order.
     """
     if clip_by == "global":
         parameters = [parameter for group in groups for parameter in group.parameters]
@@ -224,7 +226,7 @@ def nonfinite_gradients(
     Cost: one host sync per parameter, so call this only if `inspect` reports a non-finite step.
 
     Returns:
-        The names of the first `most` such parameters, and the number of all of them.
+        The names of the first `most` such parameters, and the total number of such parameters.
     """
     names = []
     for name, parameter in named_parameters:
@@ -247,6 +249,6 @@ def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     largest: torch.Tensor = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
     if not torch.isfinite(largest):
         return norm
-    # The norm of an fp64 gradient overflowed, because the squares are too large.
+    # The gradient is finite, but its squares overflow even in fp64. Scale it down before squaring.
     scaled: torch.Tensor = torch.linalg.vector_norm(gradient / largest, dtype=wide)
     return largest * scaled

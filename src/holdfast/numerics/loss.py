@@ -1,7 +1,7 @@
 """Check the result of a loss function.
 
 A loss function may return a scalar tensor (a mean over the samples), a `Loss`, a pair ``(mean,
-items)``, or a sequence or dict of `Loss`.
+items)``, or a sequence or dict of `Loss` objects.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ _T = TypeVar("_T")
 class Loss:
     """A mean loss, with the number of items over which the mean is taken.
 
-    The number of items makes the result exact if a batch is split into micro-batches that contain
-    different numbers of items, such as tokens that are not padding.
+    When a batch is split into micro-batches that contain different numbers of items, such as tokens
+    that are not padding, the number of items is needed to combine their losses exactly.
 
     If a loss is the sum of several terms, each a mean over its own items, return a sequence or a
-    dict of `Loss`. When a batch is split, each term is weighted by its own items.
+    dict of `Loss` objects. When a batch is split, each term is weighted by its own items.
 
     Args:
-        mean: The mean loss over `items`, shape ``()``, with a graph.
+        mean: The mean loss over `items`, shape ``()``, with an autograd graph.
         items: The number of tokens, frames or samples over which the mean is taken, as a number or
             a tensor with one element. For a weighted mean, the sum of the weights, which need not
             be an integer.
-        extra: Additional results of the forward pass by name, such as logits, to be returned in
-            `StepResult.extra`. If the batch was split, tensors with one row per sample are
-            concatenated, numbers are averaged over the samples, and any other value becomes a list
-            with one entry per micro-batch. To return a count, return one row per sample instead.
+        extra: Additional results of the forward pass, such as logits, keyed by name. They are
+            returned in `StepResult.extra`. If the batch was split, tensors with one row per sample
+            are concatenated, numbers are averaged over the samples, and any other value becomes a
+            list with one entry per micro-batch. Since a count would be averaged too, return it as a
+            tensor with one row per sample.
 
     Example:
         >>> Loss(torch.tensor(2.0), items=7).items
@@ -54,35 +55,36 @@ class Loss:
 class Terms:
     """The checked result of a loss function: a sum of one or more mean losses."""
 
-    # The mean of each term, shape ().
+    # The mean of each term, shape ``()``.
     means: tuple[torch.Tensor, ...]
-    # The number of items of each term: a number, or a tensor of shape () on a device.
+    # The number of items of each term: a number, or a tensor of shape ``()`` on a device.
     items: tuple[Any, ...]
-    # Whether the loss function returned the items. Otherwise they are the samples of the batch.
+    # Whether the loss function returned the numbers of items. If not, the items are the samples of
+    # the batch.
     declared: bool
-    # Whether the items must be integers. This applies to a pair (mean, items), which may be a pair
-    # of two losses by mistake.
+    # Whether the numbers of items must be integers. A pair (mean, items) requires this, because a
+    # user may return a pair of two losses by mistake.
     counted: bool = False
-    # The detached extra results.
+    # The detached additional results, keyed by name.
     extra: Mapping[str, Any] | None = None
 
     def total(self) -> torch.Tensor:
-        """Return the sum of the means, shape ``()``. For a single term, this is the same tensor."""
+        """Return the sum of the means, shape ``()``. For a single term, this is its mean itself."""
         return sum(self.means[1:], self.means[0])
 
     def check_items(self) -> None:
-        """Raise H203 if a term has no items. Items that are on a device are not checked."""
+        """Raise H203 if a term has no items. Numbers that are on a device are not checked."""
         for items in self.items:
             if not isinstance(items, torch.Tensor) and items <= 0:
                 raise bad_items(items)
 
     def read(self) -> tuple[list[float], list[float]]:
-        """Return the means and the items as lists of numbers.
+        """Return the means and the numbers of items as Python numbers.
 
         Cost: one host sync, or none on the CPU.
 
         Raises:
-            BatchError: H203 if the items are not a valid count.
+            BatchError: H203 if a number of items is not valid.
         """
         device = self.means[0].device
         values = (*self.means, *self.items)
@@ -104,17 +106,18 @@ class Terms:
 
 
 def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> Terms:
-    """Check the result of a loss function.
+    """Check the result of a loss function, and return it as a sum of terms.
 
     Args:
-        returned: The result: a scalar tensor, a `Loss`, a pair of mean and items, or a sequence or
-            dict of `Loss`.
-        samples: Number of samples in the batch, which are the items of a scalar; None if unknown.
-        needs_graph: Whether the loss must have a graph.
+        returned: The result: a scalar tensor, a `Loss`, a pair ``(mean, items)``, or a sequence or
+            dict of `Loss` objects.
+        samples: Number of samples in the batch, which is the number of items if the loss function
+            does not return one. None if unknown.
+        needs_graph: Whether the loss must have an autograd graph.
 
     Raises:
-        BatchError: H201 if the result is not a scalar loss, H202 if it has no graph, H203 if the
-            items are not a count of zero or more.
+        BatchError: H201 if the result is not a scalar loss, H202 if it has no graph, H203 if a
+            number of items is not a count of zero or more.
     """
     default_items = 1 if samples is None else samples
     if _is_usual_loss(returned):
@@ -164,7 +167,7 @@ def _losses_in(returned: Any) -> list[Loss]:
 
 
 def _extra(losses: Sequence[Loss]) -> dict[str, Any] | None:
-    """Return the detached extra results of all terms, or None if there are none."""
+    """Return the detached additional results of all terms, or None if there are none."""
     merged: dict[str, Any] = {}
     for loss in losses:
         if loss.extra is None:
@@ -191,13 +194,14 @@ def _detached(value: Any) -> Any:
 
 
 def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:
-    """Combine the extra results of all micro-batches into those of the whole batch.
+    """Combine the additional results of all micro-batches into those of the whole batch.
 
     Tensors with one row per sample are concatenated, numbers are averaged over the samples, and any
     other value becomes a list with one entry per micro-batch.
 
     Args:
-        parts: For each micro-batch, the number of samples (None if unknown) and the extra results.
+        parts: For each micro-batch, the number of samples (None if unknown) and the additional
+            results (see `Loss`).
     """
     values: dict[str, list[Any]] = {}
     sizes: dict[str, list[int | None]] = {}
@@ -209,7 +213,12 @@ def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -
 
 
 def _combine(values: list[Any], sizes: list[int | None]) -> Any:
-    """Combine one result of all micro-batches: concatenate, average, or return a list."""
+    """Combine the values of one additional result: concatenate or average them, or list them.
+
+    Args:
+        values: One value per micro-batch.
+        sizes: The number of samples in each micro-batch, or None if unknown.
+    """
     if len(values) == 1:
         return values[0]
     if all(_has_rows(value, samples) for value, samples in zip(values, sizes, strict=True)):
@@ -233,10 +242,10 @@ def _is_number(value: Any) -> bool:
 
 
 def without_graph(run: Callable[[], _T]) -> _T:
-    """Run a loss function whose graph is not needed.
+    """Run a loss function whose autograd graph is not needed, and return its result.
 
-    It runs under ``no_grad``. If that fails, it runs again with a graph, because some losses call
-    autograd themselves: gradient penalties such as R1 and WGAN-GP.
+    The function runs under ``no_grad``. If that fails, it runs again with gradients enabled,
+    because some losses call autograd themselves, such as the gradient penalties R1 and WGAN-GP.
     """
     try:
         with torch.no_grad():
@@ -249,7 +258,7 @@ def without_graph(run: Callable[[], _T]) -> _T:
 
 
 def _scalar(mean: Any) -> torch.Tensor:
-    """Return a mean loss with shape ``()``. Raise H201 if it is not a real scalar tensor."""
+    """Return a mean loss, reshaped to ``()``. Raise H201 if it is not a real scalar tensor."""
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
         return mean.reshape(()) if mean.dim() else mean
     if hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean):
@@ -271,9 +280,9 @@ def _scalar(mean: Any) -> torch.Tensor:
 
 
 def _count(items: Any, *, counted: bool) -> Any:
-    """Check items, and convert them to a number.
+    """Check a number of items, and convert it to a Python number.
 
-    A tensor on a device is returned unchanged, because reading it would need a host sync.
+    A tensor on a device is returned without reading its value, because that would need a host sync.
     """
     if isinstance(items, torch.Tensor):
         is_number = items.numel() == 1 and not items.is_complex() and items.dtype != torch.bool
@@ -292,10 +301,10 @@ def _count(items: Any, *, counted: bool) -> Any:
 
 
 def check_count(items: float, *, counted: bool) -> None:
-    """Raise H203 if a value cannot be a number of items. Zero is accepted here.
+    """Raise H203 if a value cannot be a number of items. `Terms.check_items` rejects zero.
 
     Args:
-        items: The value.
+        items: The value to check.
         counted: Whether the value must be an integer.
     """
     is_in_range = 0 <= items < math.inf
@@ -304,7 +313,7 @@ def check_count(items: float, *, counted: bool) -> None:
 
 
 def bad_items(items: Any) -> BatchError:
-    """Return the error for items that are not a valid count (H203)."""
+    """Return the error H203 for a value that is not a valid number of items."""
     if items is None or isinstance(items, (bool, int, float, str)):
         problem = f"items={items!r:.40}"
     else:

@@ -1,4 +1,4 @@
-"""Explain in words how an operation produced NaN or Inf, from the ranges of its operands.
+"""Explain in words how an operation produced NaN or Inf, based on the ranges of its operands.
 
 A mechanism, such as a division by 0, is reported only if the operands are consistent with it.
 """
@@ -25,7 +25,7 @@ _VARIANT = re.compile(
     r"|_(?:forward|backward_data|legit|legit_no_training|with_update)$"
     r"|(?<=nll_loss)2d|(?<=rnn)_layer$|(?<=^to)_copy$"
 )
-# For each operation, a description of the point at which its derivative is infinite or undefined.
+# For each operation, a description of the points where its derivative is infinite or undefined.
 _SINGULAR: dict[str, str] = yaml.safe_load(
     resources.files(__package__).joinpath("singular.yaml").read_text(encoding="utf-8")
 )
@@ -33,7 +33,7 @@ _FP16_MAX = "65,504"
 
 
 def readable(name: str) -> str:
-    """Return the name under which users know an operation or an autograd node.
+    """Return the name by which users know an operation or an autograd node.
 
     Example:
         >>> readable("add_"), readable("AddBackward0")
@@ -56,8 +56,8 @@ def _snake_case(name: str) -> str:
 
 
 def explain(suspect: Suspect) -> tuple[str, Confidence]:
-    """Return in a few words why an operation produced NaN or Inf, and how certain that is."""
-    # The node is unknown in the forward pass and in the backward of a custom Function.
+    """Return a short explanation of why an operation produced NaN or Inf, and its confidence."""
+    # No node is known in a forward pass, nor in the backward method of a custom Function.
     operation = readable(suspect.location.node or suspect.name)
     mechanism = None
     if suspect.location.node:
@@ -72,8 +72,9 @@ def explain(suspect: Suspect) -> tuple[str, Confidence]:
     return "unknown cause", "unknown"
 
 
-# --- Rules of the forward pass: for each operation, the operands for which it has no finite result.
-# A rule receives the readable name of the operation, the suspect, and its first operand.
+# --- Rules of the forward pass. Each covers operands for which an operation has no finite result.
+# A rule receives the readable name of the operation, the suspect, and the suspect's first operand.
+# It returns an explanation, or None if the operands do not fit.
 
 _ForwardRule = Callable[[str, Suspect, Operand], str | None]
 
@@ -170,14 +171,14 @@ _FORWARD_RULES: Mapping[str, _ForwardRule] = {
 }
 
 
-# --- Rules of the backward pass, and rules of arithmetic that apply to all operations
+# --- Rules of the backward pass, and rules of arithmetic that apply to every operation.
 
 
 def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
-    """Explain NaN or Inf in a backward pass by a point where the derivative is not finite.
+    """Explain NaN or Inf in a backward pass by a derivative that is infinite or undefined.
 
     If an operand of the backward operation contains 0 or Inf, we assume that the forward operation
-    was evaluated at that point.
+    was evaluated where its derivative is infinite or undefined. Returns None if no operand does.
     """
     mechanism = _SINGULAR.get(operation)
     at_singular_point = any(operand.zeros or operand.inf for operand in suspect.operands)
@@ -189,7 +190,7 @@ def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
 
 
 def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
-    """Explain a result by rules that hold for any operation: inf-inf, 0*inf, or an overflow."""
+    """Explain NaN or Inf by a rule that holds for any operation: inf-inf, 0*inf or an overflow."""
     has_infinity = any(math.isinf(number) for number in suspect.scalars)
     has_infinity = has_infinity or any(operand.inf for operand in suspect.operands)
     if not has_infinity:
@@ -202,11 +203,11 @@ def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
 
 
 def _overflow(suspect: Suspect) -> str | None:
-    """Explain a result by an overflow of its dtype, if the operands are large enough for that."""
+    """Explain Inf or NaN by an overflow of the dtype, if the operands are large enough for one."""
     produced = suspect.produced
     if not (produced.inf or produced.nan):
         return None
-    # Ignore NaN, because comparisons with NaN are always False.
+    # Leave NaN out, because comparisons with NaN would make the result of `max` meaningless.
     magnitudes = [abs(number) for number in suspect.scalars if not math.isnan(number)]
     magnitudes += [operand.largest for operand in suspect.operands]
     largest = max(magnitudes, default=0.0)

@@ -1,6 +1,6 @@
 """Measure one tensor: its range, and where it contains NaN or Inf.
 
-The functions that measure read their result on the host, which costs a sync.
+`nonfinite`, `measure` and `bad_rows` read values on the host, which costs a sync.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NO_OWN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Statistics of the values in a tensor. For complex numbers, they describe the magnitudes."""
+    """Statistics of the values in a tensor. For a complex tensor, they describe the magnitudes."""
 
     # The dtype, such as "float32".
     dtype: str
@@ -46,7 +46,7 @@ class Operand:
 
     @property
     def is_mask(self) -> bool:
-        """Whether the tensor looks like an additive mask: it contains only 0 and -Inf."""
+        """Whether the tensor looks like an additive mask, which contains only 0 and -Inf."""
         has_infinities = self.negative_inf > 0 and self.negative_inf == self.inf
         rest_is_zero = self.least is None or self.least == self.most == 0.0
         return has_infinities and rest_is_zero and self.inf < self.count and self.nan == 0
@@ -76,7 +76,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def whole_numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of an integer tensor, or None if they are no integers or unreadable."""
+    """Return the values of an integer tensor, or None if they are unreadable or not integers."""
     values = _readable_values(tensor)
     if values is None or _is_real(values) or values.dtype == torch.bool:
         return None
@@ -88,9 +88,10 @@ def _is_real(values: torch.Tensor) -> bool:
 
 
 def _readable_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor as a dense tensor.
+    """Return the values of a tensor as a dense tensor, or None if they cannot be read.
 
-    None for meta, quantized and nested tensors, and for classes with their own dispatch.
+    The values of meta, quantized and nested tensors cannot be read, nor can those of tensor
+    subclasses that define ``__torch_dispatch__``.
     """
     dispatch = getattr(type(tensor), "__torch_dispatch__", _NO_OWN_DISPATCH)
     if dispatch is not _NO_OWN_DISPATCH:
@@ -102,13 +103,14 @@ def _readable_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return where a tensor is NaN or Inf.
+    """Return a mask of the elements of a tensor that are NaN or Inf.
 
     If the sum of all elements is finite, so is each element. The elements are therefore examined
-    one by one only if the sum is not finite.
+    individually only if the sum is not finite.
 
     Returns:
-        A bool tensor with the shape of `values_of` the tensor, or None if all elements are finite.
+        A bool tensor with the shape of ``values_of(tensor)``. None if all elements are finite, or
+        if they cannot be read.
     """
     values = values_of(tensor)
     if values is None or values.numel() == 0:
@@ -116,7 +118,7 @@ def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
     values = values.detach()
     is_narrow = values.dtype.itemsize < 4 and not values.is_complex()
     if is_narrow and values.dtype not in (torch.float16, torch.bfloat16):
-        # Few kernels support fp8.
+        # Few operations support fp8.
         values = values.float()
     total = values.sum(dtype=torch.float32 if is_narrow else None)
     if bool(torch.isfinite(total)):
@@ -155,17 +157,18 @@ def measure(values: torch.Tensor) -> Operand:
 
 
 def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
-    """Return the samples, as rows along the batch axis, in which a tensor has NaN or Inf.
+    """Return the indices of the samples for which a tensor contains NaN or Inf.
 
-    The batch axis is the first axis of length `batch_size`. Without such an axis, it is axis 0 if
-    its length is a multiple of `batch_size`, because it may have several positions per sample.
+    The batch axis is the first axis of length `batch_size`. If there is none, axis 0 is used if its
+    length is a multiple of `batch_size`, because it may contain several positions per sample.
 
     Args:
         bad: The result of `nonfinite` for the tensor.
         batch_size: Number of samples in the batch, or None if unknown.
 
     Returns:
-        An empty tuple if the tensor has no batch axis, or if every row is bad.
+        Indices in ascending order. Empty if the tensor has no batch axis, or if every sample is
+        bad.
     """
     if batch_size is None or batch_size < 2 or not bad.dim():
         return ()

@@ -1,14 +1,14 @@
 """Find the origin of NaN or Inf in a step: replay the step under a tracer, then walk back.
 
-The tracer records every operation that returned NaN or Inf (`tracer.Suspect`). The walk starts at
-the loss or at the gradients that are not finite, and follows bad operands back to the earliest
-suspect, which is the origin. An Inf that never reaches the loss or a gradient is harmless and
-ignored. An Inf that was written on purpose, such as a mask, is not the origin either. In that case,
-the origin is the operation that could not handle the Inf, such as a softmax over a row that is
-fully masked.
+The tracer records every operation that returned NaN or Inf as a *suspect* (`tracer.Suspect`). The
+walk starts at the loss or at the gradients that are not finite, and follows operands with NaN or
+Inf back to the earliest suspect, which is the origin. An Inf that never reaches the loss or a
+gradient is harmless and is ignored. An Inf that was written on purpose, such as a mask, is not the
+origin either. In that case, the origin is the operation that could not handle the Inf, such as a
+softmax over a row that is fully masked.
 
-The caller restores the gradients, buffers and random state that the replay changes, and decides how
-to react to the result.
+The caller must restore the gradients, buffers and random state that the replay changes, and decide
+how to react to the result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ OriginKind = Literal["operation", "finite_overflow", "input", "parameter", "buff
 
 _MOST_PARAMETERS = 3
 _MOST_OPERANDS = 4
-# A line of text lists at most this many names.
+# Maximum number of names listed in a line of text.
 _MOST_NAMED = 5
-# Operations that write constants. If such an operation writes Inf, it does so on purpose.
+# Operations that write constants. An Inf written by such an operation was written on purpose.
 _WRITES_CONSTANTS = re.compile(
     r"(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor|masked_scatter|where"
     r"|constant_pad_nd|lift_fresh"
 )
-# Operations that only move values, so they pass on an Inf without causing NaN.
+# Operations that pass on an Inf without turning it into NaN. Most of them only move values.
 _MOVES_VALUES = re.compile(
     r"cat|stack|index(_select|_put)?|gather|scatter|copy|clone|to|repeat"
     r"|(slice|select)_(backward|scatter)|log_softmax|unsafe_view|roll|flip|baddbmm"
@@ -46,11 +46,11 @@ _MOVES_VALUES = re.compile(
 
 
 class UntraceableError(Exception):
-    """The origin cannot be found, because some operations cannot be examined. The text says why."""
+    """The origin cannot be found, for the reason that the message states."""
 
 
 class NeedsOtherRanksError(RuntimeError):
-    """User code has called a collective while this rank replays a step alone.
+    """Raised if user code calls a collective while only this rank replays a step.
 
     Args:
         collective: The name of the collective.
@@ -67,14 +67,17 @@ class NeedsOtherRanksError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The operation or tensor from which NaN or Inf in a step came. The fields are JSON values."""
+    """The operation or tensor in which the NaN or Inf of a step originated.
 
-    # What the origin is. With "finite_overflow", a result in the backward pass exceeded the range
-    # of fp16 although its operands were finite, so the loss scale is too large. With "constant",
-    # the origin is a tensor that is not an input, parameter or buffer, such as a plain attribute of
-    # a module.
+    The fields can be written as JSON.
+    """
+
+    # The kind of origin. "finite_overflow" means that a result in the backward pass exceeded the
+    # range of fp16 although its operands were finite, so the loss scale is too large. "constant"
+    # means a tensor that is not an input, parameter or buffer, such as a plain attribute of a
+    # module.
     kind: OriginKind
-    # The name under which users know the operation, such as "log". In a backward pass, this is the
+    # The name by which users know the operation, such as "log". In a backward pass, this is the
     # operation whose derivative ran. For a custom Function or a tensor, its name.
     op: str
     # The operator that actually ran, such as "aten.div". Empty for a tensor.
@@ -83,23 +86,24 @@ class Origin:
     module: str
     # The pass in which NaN or Inf appeared. Always "backward" if the loss is finite.
     phase: Pass = "forward"
-    # The bad parameter, or the first few parameters with a bad gradient.
+    # The name of the parameter that contains NaN or Inf, or the names of the first few parameters
+    # whose gradient does.
     parameters: tuple[str, ...] = ()
-    # A hint which samples are bad: rows along the batch axis of the result. Empty if they are
+    # The samples that are probably bad: rows along the batch axis of the result. Empty if they are
     # unknown, or if all samples are bad.
     samples: tuple[int, ...]
     # The first few operands.
     operands: tuple[Operand, ...] = ()
-    # The result of the operation, or the bad tensor.
+    # The result of the operation, or the tensor that contains NaN or Inf.
     produced: Operand
     # The line of user code, such as "model.py:12 in forward". For an operation in the backward
     # pass, this is the line of the forward operation.
     line: str = ""
-    # How NaN or Inf came about, in a few words.
+    # A short explanation of how NaN or Inf came about.
     mechanism: str
     # How certain the mechanism is. "certain" means that the operands confirm it.
     confidence: Confidence
-    # Whether a collective in user code sent the bad value to other ranks.
+    # Whether a collective in user code sent the NaN or Inf to other ranks.
     sent: bool = False
 
     def __str__(self) -> str:
@@ -139,25 +143,25 @@ def trace(
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
     batch_size: int | None,
 ) -> Origin | None:
-    """Replay a step with NaN or Inf, and return the origin.
+    """Replay a step that had NaN or Inf, and return the origin.
 
     If `run_once` raises `NeedsOtherRanksError`, only the operations before the collective are
     examined.
 
-    Cost: 3 to 30 times as much as a normal step.
+    Cost: 3 to 30 times that of a normal step.
 
     Args:
         run_once: Runs forward and backward, so that ``.grad`` of `parameters` is set, and returns
             the detached loss, shape ``()``. It must restore the random state itself.
-        models: The models by name. The paths of modules begin with this name, unless it is
+        models: The models, keyed by name. The paths of modules begin with this name, unless it is
             ``"model"``.
-        parameters: Names and parameters whose gradients are checked.
-        batch_tensors: Names and tensors in the batch.
+        parameters: The parameters whose gradients are checked, each with its name.
+        batch_tensors: The tensors in the batch, each with its name.
         batch_size: Number of samples in the batch that `run_once` passes to the model, or None if
             unknown.
 
     Returns:
-        None if everything was finite in the replay.
+        The origin, or None if everything was finite in the replay.
 
     Raises:
         UntraceableError: If operations that may be the origin could not be examined.
@@ -197,7 +201,7 @@ def _existing_tensors(
     parameters: Sequence[tuple[str, torch.Tensor]],
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
 ) -> list[NamedTensor]:
-    """Return the tensors of the batch, and all parameters and buffers."""
+    """Return all tensors that exist before a step: batch tensors, parameters and buffers."""
     tensors = [NamedTensor("input", name, tensor) for name, tensor in batch_tensors]
     tensors += [NamedTensor("parameter", name, tensor) for name, tensor in parameters]
     for key, model in models.items():
@@ -210,7 +214,7 @@ def _existing_tensors(
 
 
 def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None) -> Origin | None:
-    """Return the first tensor of a batch that contains NaN, as an origin; None if there is none."""
+    """Return an origin for the first tensor of a batch that contains NaN, or None without one."""
     named = [NamedTensor("input", name, tensor) for name, tensor in tensors]
     tracer = OriginTracer({}, named, batch_size)
     for _, tensor in tensors:
@@ -225,8 +229,8 @@ def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None
 def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
     """Return the origin of NaN or Inf that appeared before a collective.
 
-    If tensors passed to the collective are bad, this is their origin. Otherwise it is the first
-    suspect that was not written on purpose.
+    If tensors with NaN or Inf were passed to the collective, the result is their origin. Otherwise,
+    it is the first suspect that was not written on purpose.
 
     Raises:
         UntraceableError: If everything before the collective was finite.
@@ -234,8 +238,8 @@ def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -
     failures = [
         _failure(tracer, tensor) for tensor in collective.tensors if nonfinite(tensor) is not None
     ]
-    # If no operation has written to a tensor, it is an output that the collective would have
-    # filled.
+    # A tensor to which no operation has written is an output that the collective would have filled,
+    # so ignore its contents.
     sent = [failure for failure in failures if failure.suspect.kind != "constant"]
     if sent:
         culprit = _find_culprit(sent, tracer.suspects)
@@ -251,14 +255,14 @@ def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -
 
 @dataclass(frozen=True, slots=True)
 class _ChainLink:
-    """A suspect in the chain that leads from the bad loss or gradient back to the origin."""
+    """A suspect in a chain that leads from a non-finite loss or gradient back to the origin."""
 
     suspect: Suspect
     # Whether the chain follows NaN at this suspect. If False, it follows Inf.
     by_nan: bool
 
     def parents(self) -> list[_ChainLink]:
-        """Return the links for all operands that may have made this suspect's result bad."""
+        """Return a link for each operand that may have caused the NaN or Inf in the result."""
         by_nan = self.by_nan and self.suspect.took_nan
         parents = []
         for operand in self.suspect.bad_operands:
@@ -278,10 +282,10 @@ def _failure_of(suspect: Suspect) -> _ChainLink:
 
 
 def _find_culprit(failures: Sequence[_ChainLink], suspects: Sequence[Suspect]) -> Suspect:
-    """Walk back from the bad loss or gradients to the earliest origin.
+    """Walk back from the non-finite loss or gradients, and return the earliest origin.
 
     Args:
-        failures: The suspects that produced the bad loss or gradients.
+        failures: The suspects that produced the non-finite loss or gradients.
         suspects: All suspects, in the order in which they were recorded.
     """
     if suspects and all(failure.suspect.kind == "constant" for failure in failures):
@@ -309,12 +313,12 @@ def _walk_back(failures: Sequence[_ChainLink]) -> dict[_ChainLink, _ChainLink | 
     """Find all links from which the failures can be reached.
 
     Returns:
-        The next link towards a failure, by link, in breadth-first order. The failures themselves
-        come first and have None.
+        A dict from each link to the next link toward a failure, in breadth-first order. The
+        failures themselves come first and are mapped to None.
     """
     queue = list(dict.fromkeys(failures))
     successors: dict[_ChainLink, _ChainLink | None] = dict.fromkeys(queue)
-    # The loop appends to the list that it iterates over.
+    # The loop appends to `queue` while iterating over it.
     for link in queue:
         for parent in link.parents():
             if parent not in successors:
@@ -355,11 +359,11 @@ def _passes_inf_on(suspect: Suspect) -> bool:
 
 
 def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
-    """Return the origin for an operation or a tensor.
+    """Return a suspect as an origin.
 
     Args:
         culprit: The operation or tensor.
-        loss_is_finite: Whether only gradients are bad.
+        loss_is_finite: Whether only gradients, and not the loss, are NaN or Inf.
     """
     if culprit.kind == "operation":
         origin = _origin_of_operation(culprit)
@@ -376,7 +380,7 @@ def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
 def _origin_of_operation(culprit: Suspect) -> Origin:
     mechanism, confidence = explain(culprit)
     location = culprit.location
-    # Whether the backward pass produced an Inf in fp16 from finite operands.
+    # True if the backward pass produced an Inf in fp16 from finite operands.
     is_fp16_overflow = (
         location.phase == "backward"
         and culprit.produced.dtype == "float16"

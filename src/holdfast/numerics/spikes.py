@@ -1,13 +1,15 @@
 """Detect spikes and divergence in losses and gradient norms.
 
 A `SpikeDetector` compares each step with the usual values of the run (see ``usual_values``), and
-finds two kinds of problems:
+detects two kinds of problems:
 
-- A *hard* step, or spike: loss and gradient norm are both far above their usual values.
+- A *hard* step, or spike: both the loss and the gradient norm are far above their usual values.
 - A *divergence*: the level of the recent losses has left its usual range.
 
-Suspicious and non-finite values do not enter the statistics. The module works on floats and does
-not use torch. ``benchmarks/spikes`` reports how many spikes and divergences are detected.
+A *sign* is a single observation that suggests one of these problems. A level is *odd* while a
+measure of drift, the CUSUM below, is high. Suspicious and non-finite values do not enter the
+statistics. The module works on floats and does not use torch. ``benchmarks/spikes`` reports how
+many spikes and divergences are detected.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from holdfast.numerics.usual_values import (
     UsualValues,
 )
 
-# --- The window of usual values. All constants below were chosen on the design runs of
+# --- The window of usual values. All constants below were chosen based on the design runs of
 # ``benchmarks/spikes_runs``, unless another source is given.
 
 # Number of values in the window, the same as in OLMo-core's spike detection.
@@ -38,16 +40,16 @@ _WINDOW = 128
 _LAG = 32
 # Nothing is suspected before the window has this many values.
 _LEAST_WINDOW = 64
-# Number of values to store.
+# Number of the newest values to store.
 _KEPT_VALUES = 256
-# The window is evaluated once per this many new values, because an evaluation takes two sorts.
+# The window is evaluated once per this many new values, because each evaluation sorts it twice.
 _REFRESH = 16
 
 # --- Levels: medians of the newest losses.
 
-# Number of losses in the recent level.
+# Number of losses whose median is the recent level.
 _RECENT = 20
-# Number of losses in the short level.
+# Number of losses whose median is the short level.
 _SHORT = 7
 # Number of steps between two evaluations of the levels.
 _LEVEL_INTERVAL = 4
@@ -56,18 +58,18 @@ _LEVEL_INTERVAL = 4
 
 # A suspicion ends after this many steps without another sign.
 _CALM_AFTER = 10
-# An odd level counts as permanent after this many steps, which is enough for two independent
-# medians.
+# A raised level counts as permanent if it has been odd for this many steps. This is long enough for
+# two independent medians.
 _ODD_FOR = 40
-# After this many values, suspected values count as usual, unless the run has diverged.
+# If this many values are suspected and the run has not diverged, they are added to the usual ones.
 _MOST_SUSPECTED = 60
-# A state may be called good after this many steps without a sign. Some kinds of damage only show
-# after 20 to 40 steps.
+# A state may be called good after this many steps without a sign. Some kinds of damage become
+# visible only after 20 to 40 steps.
 GOOD_AFTER = 50
-# This many calm steps after a rollback show that the data has not changed.
+# After this many calm steps since a rollback, a raised level is not blamed on changed data.
 _RETURNED = 10
 
-# --- Harmless spikes, from which the run has recovered.
+# --- Harmless spikes: spikes from which the run has recovered.
 
 # Harmless spikes are remembered for this many steps.
 _SPIKE_MEMORY_STEPS = 10_000
@@ -75,10 +77,10 @@ _SPIKE_MEMORY_STEPS = 10_000
 # of harmless spikes.
 _TAIL = 2.0
 
-# --- CUSUM (Page, 1954): an index of drift. It rises by 1 with each loss in the upper quarter of
-# the usual losses, and falls by `_DRIFT_BACK` with each other loss. Healthy losses change it by
-# -0.2 per step on average. If three quarters of the losses are in the upper quarter, it rises by
-# 0.6 per step and is full after 20 steps.
+# --- CUSUM (cumulative sum, Page, 1954): a measure of drift. It rises by 1 with each loss in the
+# upper quarter of the usual losses, and falls by `_DRIFT_BACK` with each other loss. Healthy losses
+# change it by -0.2 per step on average. If three quarters of the losses are in the upper quarter,
+# it rises by 0.6 per step and reaches its largest value after 20 steps.
 
 _DRIFT_BACK = 0.6
 # The largest value of the CUSUM. The level becomes odd when the CUSUM is within 1 of it.
@@ -98,26 +100,26 @@ class Level(Enum):
 class SpikeDetector:
     """Judges each step by its loss and gradient norm before the step is committed.
 
-    The first 96 values of a loss function are never suspected. `Level.DIVERGED` is returned once.
-    The caller then either rolls back and calls `return_to`, or continues, in which case the new
-    level becomes the usual one. No level is therefore suspected forever.
+    The first 96 values of a loss function are never suspected. `Level.DIVERGED` is returned once
+    per divergence. The caller then either rolls back and calls `return_to`, or continues, in which
+    case the new level becomes the usual one. No level is therefore suspected forever.
 
     Cost: about 3 microseconds per step. No host sync, because it works with Python floats.
 
     Args:
-        objective: If it is not ``"minimize"``, the value of the loss has no meaning, and every step
-            is calm.
+        objective: How the loss is used. Unless it is ``"minimize"``, the level of the loss has no
+            meaning, and every step counts as calm.
     """
 
     def __init__(self, *, objective: Objective) -> None:
         self._minimizes = objective == "minimize"
         self._monitors: dict[str, _LossMonitor] = {}
-        # The number of steps with finite values that were judged, over all keys. `return_to` resets
+        # The number of judged steps with finite values, over all loss functions. `return_to` resets
         # it to an earlier value.
         self.steps = 0
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
-        """Judge a step. Steps with NaN or Inf are calm here, because they are handled elsewhere.
+        """Judge a step. A step with NaN or Inf counts as calm, because it is handled elsewhere.
 
         Args:
             key: Identifies the loss function. Each loss function has its own statistics.
@@ -141,7 +143,7 @@ class SpikeDetector:
     def usual_norm(self, key: str) -> float | None:
         """Return the largest norm that is still usual, or None if too few steps were seen.
 
-        It is 2.5 scatters above the middle.
+        The limit is 2.5 scatters above the median (see ``usual_values``).
         """
         monitor = self._monitors.get(key)
         if monitor is None or monitor.norm is None:
@@ -155,7 +157,7 @@ class SpikeDetector:
     def suspicious_since(self) -> int | None:
         """Return how many steps ago the current suspicion began, or None if there is none.
 
-        The step with the first sign is counted, so the result is at least 1.
+        The step with the first sign is included, so the result is at least 1.
         """
         first_signs = [
             monitor.suspected_since
@@ -167,7 +169,7 @@ class SpikeDetector:
         return self.steps - min(first_signs) + 1
 
     def return_to(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore earlier statistics after a rollback.
+        """Restore earlier statistics after a rollback, and discard all suspicion.
 
         Args:
             state_dict: The result of `state_dict` at the step to which the run was rolled back.
@@ -184,15 +186,15 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the statistics that `state_dict` returned."""
         self.steps = check_count(state_dict["steps"])
         self._monitors = {
             key: _LossMonitor.from_state(state) for key, state in state_dict["tracks"].items()
         }
 
 
-# The attributes of a monitor that are saved in checkpoints, by their names there: first tables,
-# then numbers, and then numbers that may be None.
+# The attributes of a `_LossMonitor` that are saved in checkpoints, keyed by their names in the
+# checkpoint: first tables, then numbers, and then numbers that may be None.
 _TABLES_IN_STATE = {
     "kept": "values",
     "held": "suspected",
@@ -220,9 +222,10 @@ class _LossMonitor:
     """Keeps the statistics of one loss function, and judges its steps.
 
     A loss far above the usual ones, or an odd level, begins a *suspicion*. During a suspicion, new
-    values do not enter the statistics. It ends in one of two ways. If no further sign appears for
-    some steps, the suspected values are added to the statistics, and the spikes count as harmless.
-    If the level leaves its usual range, the run has diverged, and the statistics start over.
+    values do not enter the statistics. A suspicion ends in one of two ways. If no further sign
+    appears for some steps, the suspected values are added to the statistics, and the suspected
+    spikes count as harmless. If the level leaves its usual range, the run has diverged, and the
+    statistics start over.
     """
 
     def __init__(self) -> None:
@@ -230,7 +233,7 @@ class _LossMonitor:
 
         # Rows of step, loss and norm that were accepted without suspicion.
         self.values: list[list[float]] = []
-        # Number of values since the window was last evaluated.
+        # Number of values added since the window was last evaluated.
         self.new_values = 0
         # Only values after this step count as usual.
         self.start = 0
@@ -238,12 +241,12 @@ class _LossMonitor:
         self.loss: UsualValues | None = None
         # The usual gradient norms.
         self.norm: UsualValues | None = None
-        # The usual losses at the time when their level was best.
+        # The usual losses at the time when their median was lowest.
         self.best: UsualValues | None = None
         # The level of the losses at the beginning of the run.
         self.first_level: float | None = None
         self.bounds = Bounds()
-        # Rows of step and distance.
+        # Rows of step and distance (see `_record_spike`).
         self.harmless_spikes: list[list[float]] = []
 
         # --- The newest steps
@@ -254,7 +257,7 @@ class _LossMonitor:
         self.hard = False
         # The newest losses.
         self.recent: deque[float] = deque(maxlen=_RECENT)
-        # The CUSUM of losses in the upper quarter.
+        # The CUSUM of losses in the upper quarter of the usual losses.
         self.drift = 0.0
         # The `age` at which the level became odd.
         self.odd_since: int | None = None
@@ -265,14 +268,14 @@ class _LossMonitor:
         self.suspected_since: int | None = None
         # The `age` at the last sign.
         self.last_sign = 0
-        # Rows of step, loss and norm.
+        # Rows of step, loss and norm that were committed during the suspicion.
         self.suspected: list[list[float]] = []
-        # Rows of step and distance.
+        # Rows of step and distance of the spikes that were recorded during the suspicion.
         self.suspected_spikes: list[list[float]] = []
 
         # --- The time since the last rollback
 
-        # Number of calm steps, or None if there was no rollback.
+        # Number of calm steps since the last rollback, or None if there was no rollback.
         self.calm_steps: int | None = None
         self.first_loss_after_rollback = 0.0
 
@@ -319,7 +322,7 @@ class _LossMonitor:
             self._merge_suspected()
 
     def begin_after_rollback(self) -> None:
-        """Discard all suspicion, after the run was rolled back to these statistics."""
+        """Discard all suspicion, after these statistics were restored by a rollback."""
         self._forget_level()
         self.suspected_since = None
         self.calm_steps = 0
@@ -333,7 +336,7 @@ class _LossMonitor:
         if len(window) < _LEAST_WINDOW:
             return
         if self.loss is None:
-            # A divergence was suspected until the new level is known, which it is now.
+            # After a divergence, the suspicion lasts until the new level is known, as it is now.
             self.suspected_since = None
         self.loss = UsualValues.of([loss for _, loss, _ in window], LOSS_FLOOR)
         self.norm = UsualValues.of([norm for _, _, norm in window], NORM_FLOOR)
@@ -363,7 +366,7 @@ class _LossMonitor:
     def _record_spike(self, loss: float, norm: float, now: int) -> float:
         """Record a suspected spike, and return its distance from the usual values.
 
-        The distance is that of the loss or that of the norm, whichever is smaller.
+        The distance is that of the loss or that of the gradient norm, whichever is smaller.
         """
         assert self.loss is not None
         assert self.norm is not None
@@ -374,7 +377,7 @@ class _LossMonitor:
     def _exceeds_harmless_spikes(self, distance: float, now: int) -> bool:
         """Return whether a spike is much larger than the harmless spikes of this run.
 
-        It is compared with the second-largest harmless spike. The result is True if there are fewer
+        The spike is compared with the second-largest harmless one. Returns True if there are fewer
         than two harmless spikes.
         """
         first_step = now - _SPIKE_MEMORY_STEPS
@@ -406,14 +409,14 @@ class _LossMonitor:
         return odd_for > _ODD_FOR and level > self.bounds.raised
 
     def _update_odd_since(self) -> None:
-        """Update when the level became odd: the CUSUM became full and has stayed high since."""
+        """Update `odd_since`. A level is odd once the CUSUM has peaked, and while it stays high."""
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
             self.odd_since = self.age
 
     def _end_suspicion(self) -> None:
-        """End the suspicion. The suspected values count as usual, and the spikes as harmless."""
+        """End the suspicion: count the suspected values as usual, and the spikes as harmless."""
         self.suspected_since = None
         self.harmless_spikes += self.suspected_spikes
         self.suspected_spikes = []
@@ -426,10 +429,10 @@ class _LossMonitor:
         self._evaluate_window()
 
     def _diverge(self, now: int) -> Level:
-        """Start new statistics at the current level, and report a divergence.
+        """Start new statistics at the current level of the losses, and return the judgment.
 
-        The result is calm if the losses have this level directly after a rollback. The weights are
-        good then, so the data must have changed.
+        The judgment is `Level.DIVERGED`, or `Level.CALM` if the losses had this level directly
+        after a rollback. In that case, the weights are good, so the data must have changed.
         """
         is_reported = (
             self.calm_steps is None
@@ -442,16 +445,17 @@ class _LossMonitor:
         return Level.DIVERGED if is_reported else Level.CALM
 
     def _began_well_after_rollback(self) -> bool:
-        """Return whether the first loss after the rollback was closer to the usual level.
+        """Return whether losses were still near the usual level right after the rollback.
 
-        It is compared with the usual level and the recent one.
+        They were if the first loss is nearer to the usual level than to the recent one.
         """
         if self.loss is None:
             return False
+        # The recent level is above the usual one, so compare the loss with their midpoint.
         return 2 * self.first_loss_after_rollback < _median(self.recent) + self.loss.middle
 
     def _forget_level(self) -> None:
-        """Discard the statistics and all suspicion about the current level of the losses."""
+        """Discard the usual values and the suspected values, so that a new level can be learned."""
         self.suspected = []
         self.suspected_spikes = []
         self.odd_since = None
@@ -488,6 +492,7 @@ class _LossMonitor:
         Raises:
             KeyError, TypeError, ValueError: If the state is damaged.
         """
+        # Each entry is assigned to the attribute that the tables above map its name to.
         monitor = cls()
         for name, attribute in _TABLES_IN_STATE.items():
             setattr(monitor, attribute, _rows(state["columns"][name]))
@@ -504,12 +509,12 @@ class _LossMonitor:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median. If the number of values is even, return the upper of the two medians."""
+    """Return the median. For an even number of values, this is the upper middle value."""
     return sorted(values)[len(values) // 2]
 
 
 def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Transpose a table of rows to columns, which take less space as JSON."""
+    """Transpose rows to columns, which take less space as JSON."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 

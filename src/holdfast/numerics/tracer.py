@@ -1,7 +1,7 @@
 """Record every operation in a forward and backward pass that returned NaN or Inf.
 
-`OriginTracer` is a dispatch mode that sees each operation within its context. Temporary module
-hooks tell which module is running. The sequence numbers of autograd nodes connect an operation in
+`OriginTracer` is a dispatch mode that sees each operation while it is active. Temporary module
+hooks show which module is running. The sequence numbers of autograd nodes connect an operation in
 the backward pass with the module and the line of its forward operation. The tracer keeps no tensor
 alive: a `Suspect` contains only statistics, and weak references to storages ensure that their
 addresses stay unique.
@@ -40,13 +40,13 @@ from holdfast.numerics.operands import (
 
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Pass = Literal["forward", "backward"]
-# The "path" of operations that run outside all modules.
+# The value of `Location.module` for operations that run outside all modules.
 OUTSIDE = "loss function"
 
-# Arguments that native_batch_norm writes to, although its schema does not say so.
+# Arguments that ``native_batch_norm`` writes to, although its schema does not declare that.
 _UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
-# Operations that return views or uninitialized memory, although their schemas do not say so. Their
-# results need not be examined.
+# Prefixes of operations that return views or uninitialized memory, although their schemas do not
+# declare that. Their results need not be examined.
 _UNDECLARED_VIEWS = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
 # Operations that overwrite their first argument without reading it.
 _OVERWRITE_TARGET = frozenset(
@@ -65,11 +65,11 @@ _OVERWRITE_TARGET = frozenset(
 # Prefixes of files that are not user code: torch, holdfast, and generated code such as "<string>".
 _FOREIGN_PREFIXES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-# The Python function that calls autograd's engine.
+# The Python function through which torch calls the autograd engine.
 _ENGINE_FUNCTION = "_engine_run_backward"
 _CHECKPOINT_FILE = str(Path("torch") / "utils" / "checkpoint.py")
-# In the forward pass, the search for a custom Function ends this many frames beyond the innermost
-# frame of user code.
+# In the forward pass, the search for a custom autograd.Function ends this many frames outside the
+# innermost frame of user code.
 _FRAMES_BEYOND_USER = 6
 
 
@@ -87,7 +87,7 @@ class BadOperand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where an operation runs. Strings are empty if they are unknown or do not apply."""
+    """The place where an operation runs. Strings are empty if unknown or not applicable."""
 
     # The path of the module.
     module: str = ""
@@ -95,7 +95,7 @@ class Location:
     line: str = ""
     # The pass. Recomputation of a checkpointed block counts as forward.
     phase: Pass = "forward"
-    # The class of the custom autograd.Function that is running.
+    # The name of the custom autograd.Function that is running.
     function: str = ""
     # The name of the autograd node that is running, if it belongs to one of torch's own operations.
     node: str = ""
@@ -103,7 +103,7 @@ class Location:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Suspect:
-    """An operation that returned NaN or Inf, or a tensor that contained it before the pass."""
+    """An operation that returned NaN or Inf, or a tensor that contained them before the pass."""
 
     # Position in the order of suspects; -1 for a tensor that existed before the pass.
     index: int
@@ -115,11 +115,11 @@ class Suspect:
     bad_operands: tuple[BadOperand, ...] = ()
     # All operands. Empty if one of them contains NaN.
     operands: tuple[Operand, ...] = ()
-    # The numbers among the arguments.
+    # The numbers among the arguments of the operation.
     scalars: tuple[float, ...] = ()
     # The result of the operation, or the tensor.
     produced: Operand
-    # Rows along the batch axis in which the result is bad.
+    # Rows along the batch axis in which the result contains NaN or Inf.
     rows: tuple[int, ...] = ()
     # Whether each element of the result depends on only one element of each operand.
     pointwise: bool = False
@@ -149,7 +149,7 @@ class _ReadTensor:
 
 @dataclass(slots=True)
 class _Arguments:
-    """The arguments of one call of an operation, by how the operation uses them."""
+    """The arguments of one call of an operation, sorted by how the operation uses them."""
 
     # Tensors that the operation reads.
     read: list[_ReadTensor] = field(default_factory=list)
@@ -159,7 +159,7 @@ class _Arguments:
 
 
 class _Operation:
-    """The relevant parts of an operator overload's schema."""
+    """The parts of an operator overload's schema that the tracer needs."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -186,7 +186,7 @@ class _Operation:
         self.is_view = is_declared_view or self.name.startswith(_UNDECLARED_VIEWS)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
-        """Return the arguments of a call. Values that the call will overwrite are copied."""
+        """Return the arguments of a call. Copy the values that the call is about to overwrite."""
         arguments = _Arguments()
         named = [*zip(self._argument_names, args, strict=False), *kwargs.items()]
         for name, argument in named:
@@ -198,7 +198,7 @@ class _Operation:
         return arguments
 
     def _add_tensor(self, arguments: _Arguments, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor to the read or written arguments, or to both."""
+        """Add a tensor to the arguments that are read, to those that are written, or to both."""
         values = values_of(tensor)
         if values is None:
             # Integers are recorded too, because a count of 0 may explain a division by 0.
@@ -215,18 +215,22 @@ class _Operation:
 
 
 def _leaves(argument: Any) -> Iterable[Any]:
-    # Flatten only containers, because flattening every argument would be slow.
+    # Flatten only lists and tuples, because flattening every argument would be slow.
     return tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
 
 
 class OriginTracer(TorchDispatchMode):
-    """Records the suspects in one forward and backward pass, within the context.
+    """A dispatch mode that records the suspects in one forward and backward pass.
 
     Args:
-        models: The models by name. The paths of modules begin with this name, unless it is
+        models: The models, keyed by name. The paths of modules begin with this name, unless it is
             ``"model"``.
         tensors: Inputs, parameters and buffers, which exist before the pass.
         batch_size: Number of samples in the batch, or None if unknown.
+
+    Attributes:
+        suspects: The recorded suspects, in the order in which their operations ran.
+        missed_some: Whether some operations could not be examined.
     """
 
     def __init__(
@@ -241,20 +245,20 @@ class OriginTracer(TorchDispatchMode):
         self.missed_some = False
         self._paths = _module_paths(models)
         self._batch_size = batch_size
-        # The modules whose forward is running, outermost first.
+        # The modules whose forward method is running, outermost first.
         self._running: list[nn.Module] = []
-        # The locations of forward operations, by the sequence number of their autograd node.
+        # The locations of forward operations, keyed by the sequence number of their autograd node.
         self._forward_locations: dict[int, Location] = {}
         # The sequence number of the newest autograd node.
         self._newest_node = -1
-        # The operations seen so far, by their overload.
+        # The operations seen so far, keyed by their operator overload.
         self._operations: dict[Any, _Operation] = {}
-        # For each storage, by its address, the suspect that last wrote to it.
+        # The suspect that last wrote to each storage, keyed by the storage's address.
         self._writers: dict[int, Suspect] = {}
         # References to the storages in `_writers`, so that no new storage gets the same address.
         self._storages: list[StorageWeakRef] = []
         self._hooks: list[Any] = []
-        # The tensors that exist before the pass, by the address of their storage.
+        # The tensors that exist before the pass, keyed by the address of their storage.
         self._tensors_before: dict[int, list[NamedTensor]] = {}
         for named in tensors:
             values = values_of(named.tensor)
@@ -263,8 +267,8 @@ class OriginTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # With True, torch would import its compiler in order to exclude this method from it. That
-        # takes 1.5 s of CPU time in torch 2.13.
+        # If this returned True, torch would import its compiler in order to exclude the mode from
+        # compilation. The import takes 1.5 s of CPU time in torch 2.13.
         return False
 
     def __enter__(self) -> Self:
@@ -289,15 +293,15 @@ class OriginTracer(TorchDispatchMode):
         self._running.append(module)
 
     def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Remove inner modules too. Activation checkpointing ends a recomputation early with an
-        # exception, so the modules inside have not been removed yet.
+        # Remove the modules inside this one too. They are still in the list if an exception has
+        # ended their forward, as activation checkpointing does to end a recomputation early.
         for depth in range(len(self._running) - 1, -1, -1):
             if self._running[depth] is module:
                 del self._running[depth:]
                 return
 
     def _current_path(self) -> str:
-        # A module that is not part of a model counts as the module that calls it.
+        # If a module is not part of any model, its operations are attributed to its caller.
         for module in reversed(self._running):
             path = self._paths.get(id(module))
             if path is not None:
@@ -341,7 +345,7 @@ class OriginTracer(TorchDispatchMode):
             module = self._current_path() if self._running else forward.module
             return Location(module=module, line=caller.line, function=caller.function)
         if caller.line:
-            # The backward pass is running Python code of the user.
+            # The backward pass is running the user's Python code.
             return Location(
                 module=forward.module, line=caller.line, phase="backward", function=caller.function
             )
@@ -350,11 +354,11 @@ class OriginTracer(TorchDispatchMode):
         )
 
     def _examine(self, operation: _Operation, arguments: _Arguments, result: Any) -> None:
-        """Add a suspect if the result of an operation holds NaN or Inf."""
+        """Record a suspect if the result of an operation contains NaN or Inf."""
         outputs = _nonfinite_outputs(result, arguments)
         if not outputs:
             return
-        # If there are several bad outputs, prefer one with NaN, which is the most informative.
+        # If several outputs contain NaN or Inf, choose one with NaN, which is more informative.
         worst = max(outputs, key=lambda values: bool(torch.isnan(values).any()))
         output_bad = nonfinite(worst)
         assert output_bad is not None
@@ -387,12 +391,13 @@ class OriginTracer(TorchDispatchMode):
     def _bad_operands(
         self, operands: Sequence[_ReadTensor], output_bad: torch.Tensor | None
     ) -> tuple[BadOperand, ...]:
-        """Return the operands that may have caused a bad output.
+        """Return the operands that may have caused NaN or Inf in an output.
 
         Args:
             operands: All tensors that the operation reads.
-            output_bad: For a pointwise operation, where its output is bad: an operand that is bad
-                only at other elements is not the cause. None for all other operations.
+            output_bad: For a pointwise operation, a mask of the NaN and Inf in its output. An
+                operand that has NaN or Inf only at other elements is not the cause. None for all
+                other operations.
         """
         bad_operands = []
         for operand in operands:
@@ -413,7 +418,7 @@ class OriginTracer(TorchDispatchMode):
         return tuple(bad_operands)
 
     def find(self, tensor: torch.Tensor) -> Suspect:
-        """Return the suspect that last wrote to a tensor's storage."""
+        """Return the suspect that last wrote to a tensor's storage; create one if there is none."""
         values = values_of(tensor)
         assert values is not None
         writer = self._writers.get(_storage_of(values))
@@ -423,7 +428,10 @@ class OriginTracer(TorchDispatchMode):
         return writer
 
     def _source(self, values: torch.Tensor) -> Suspect:
-        """Create a suspect for a bad tensor to which no recorded suspect has written."""
+        """Create a suspect for a tensor with NaN or Inf to which no recorded operation has written.
+
+        It is named after the tensor that existed before the pass in the same storage, if any.
+        """
         for named in self._tensors_before.get(_storage_of(values), []):
             bad = nonfinite(named.tensor)
             if bad is None:
@@ -454,7 +462,7 @@ def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[torch.Tensor]
 
 
 def _module_paths(models: dict[str, nn.Module]) -> dict[int, str]:
-    """Return the path of each module, by the module's id. A shared module keeps its first path."""
+    """Return each module's path, keyed by the module's id. A shared module keeps its first path."""
     paths: dict[int, str] = {}
     for key, model in models.items():
         for name, module in model.named_modules():
@@ -466,7 +474,7 @@ def _module_paths(models: dict[str, nn.Module]) -> dict[int, str]:
 
 
 def _storage_of(values: torch.Tensor) -> int:
-    """Return the address of a tensor's storage."""
+    """Return a number that identifies a tensor's storage: the address of its C++ object."""
     return int(values.untyped_storage()._cdata)
 
 
@@ -476,19 +484,19 @@ class _Caller:
 
     # The line, such as "model.py:12 in forward". Empty if no user code is on the stack.
     line: str
-    # The class of the custom autograd.Function whose forward or backward is running, or "".
+    # The name of the custom autograd.Function whose forward or backward is running, or "".
     function: str
-    # Whether the forward of a checkpointed block is being recomputed.
+    # Whether activation checkpointing is recomputing the forward pass of a block.
     is_recomputing: bool
 
 
 def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
-    """Search the stack for user code, from a frame outwards up to autograd's engine.
+    """Search the stack for user code, from a frame outward to the call of the autograd engine.
 
     Args:
         frame: The innermost frame to search.
-        in_backward: Whether an autograd node is running. If it is, the whole stack up to the engine
-            is searched for a custom Function.
+        in_backward: Whether an autograd node is running. If so, the whole stack up to the engine is
+            searched for a custom autograd.Function.
     """
     line = ""
     function = ""
@@ -520,7 +528,7 @@ def _is_users_code(code: CodeType) -> bool:
 
 
 def _autograd_function_of(frame: FrameType) -> str:
-    """Return the class of the custom Function whose forward or backward a frame runs, or ""."""
+    """Return the name of the custom Function whose forward or backward a frame runs, or ""."""
     code = frame.f_code
     if code.co_name not in ("forward", "backward") or not code.co_argcount:
         return ""

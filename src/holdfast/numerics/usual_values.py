@@ -1,8 +1,8 @@
 """The usual losses and gradient norms of a run, and the bounds above which values are suspicious.
 
-The *scatter* of values is how far they usually lie above their median, comparable to a standard
-deviation. Distances are measured in scatters. All constants below were chosen on the design runs of
-``benchmarks/spikes_runs``.
+The *scatter* of values is how far above their median they usually are, comparable to a standard
+deviation. Distances are measured in scatters. All constants below were chosen based on the design
+runs of ``benchmarks/spikes_runs``.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from typing import Any
 from holdfast.core.containers import check_number
 
 # --- Distances above the median, in scatters. In 18,000 healthy steps of the design runs, the
-# distance of the recent level was at most 1.2. The distance that both loss and norm of a step
-# exceeded was at most 2.8 on the logarithmic scale, and 6.9 on the linear scale.
+# recent level of the losses was at most 1.2 scatters above the median. No step had both its loss
+# and its norm more than 2.8 scatters above it on the logarithmic scale, or 6.9 on the linear scale.
 
-# The largest distance of a usual norm.
+# The largest distance at which a norm still counts as usual.
 USUAL_SCATTERS = 2.5
 # The distance beyond which a loss or norm is far from the usual ones, on the logarithmic scale.
 _FAR = 6.0
-# The same distance on the linear scale.
+# The corresponding distance on the linear scale.
 _FAR_LINEAR = 15.0
-# Distances of levels; see the fields of `Bounds` with the same names.
+# Distances of levels; see the fields of `Bounds` with the same names. A level is "gone" if it is so
+# high that the run has diverged.
 _SHORT_ODD = 1.8
 _RAISED = 0.7
 _GONE = 2.2
-# A level is also gone beyond this distance from the best level that the run ever had.
+# A level also counts as gone if it is farther than this from the best level that the run has had.
 _DRIFTED = 3.5
 
-# --- The smallest scatter and the smallest rises that count, as fractions of the value. They keep
-# the noise of a very calm run from raising an alarm. To be far from the usual ones, a loss must
-# rise by at least 20 % and a norm by at least 82 %. To be gone, a level must rise by at least 28 %.
+# --- The smallest scatters and the smallest relevant rises, as fractions of the value. They keep
+# the noise of a very calm run from raising an alarm. To count as far from the usual ones, a loss
+# must rise by at least 20% and a norm by at least 82%. To count as gone, a level must rise by at
+# least 28%.
 
 # The smallest scatter of losses.
 LOSS_FLOOR = 0.03
@@ -43,8 +45,8 @@ NORM_FLOOR = 0.1
 _ODD_RISE = 0.1
 # The smallest rise of a level that counts as raised or gone.
 _LEAST_RISE = 0.25
-# A level counts only if the run loses at least this fraction of its progress. If a run began at a
-# loss of 1.0, for example, a rise from 1e-6 to 1e-4 is irrelevant.
+# A rise of the level is relevant only if the run loses at least this fraction of its progress. For
+# example, a rise from 1e-6 to 1e-4 is irrelevant in a run that began at a loss of 1.0.
 _LEAST_LOSS = 0.1
 
 # Limits that keep the arithmetic below finite.
@@ -60,7 +62,7 @@ _SIGMAS_AT_SECOND_LARGEST = 2.4
 
 @dataclass(frozen=True, slots=True)
 class UsualValues:
-    """The median and the scatter of some values.
+    """The median and the scatter of the values in a window.
 
     If all values are positive, the scale is logarithmic: the scatter is that of their logarithms.
     Otherwise, the scale is linear.
@@ -76,11 +78,11 @@ class UsualValues:
 
     @classmethod
     def of(cls, values: Sequence[float], floor: float) -> UsualValues:
-        """Compute the statistics of some values.
+        """Compute the statistics of the values in a window.
 
         Args:
             values: The values in the window.
-            floor: The smallest scatter, as a fraction of the value.
+            floor: The smallest possible scatter, as a fraction of the value.
         """
         # The scatter is computed from quantiles above the median instead of the median absolute
         # deviation. This takes only one sort, and logarithms of only three values.
@@ -118,7 +120,7 @@ class UsualValues:
 
     @classmethod
     def from_state(cls, state: Sequence[Any] | None) -> UsualValues | None:
-        """Create the statistics from the result of `state`, or return None for None."""
+        """Create the statistics from a result of `state`. Returns None if `state` is None."""
         if state is None:
             return None
         return cls(*(check_number(value, or_none=True) for value in state))
@@ -136,18 +138,18 @@ class UsualValues:
 
         Args:
             scatters: The distance in scatters.
-            least_rise: The smallest distance, as a fraction of the value.
+            least_rise: The smallest possible distance, as a fraction of the value.
         """
         if self.unit is None:
             exponent = max(scatters * self.scatter, least_rise)
             return self.middle * math.exp(min(exponent, _LARGEST_EXPONENT))
         if self.unit == 0:
-            # All values are 0, so there is no scale to measure a distance by.
+            # All values are 0, so there is no scale on which to measure a distance.
             return math.inf
         return self.middle + max(scatters * self.scatter, least_rise * self.unit)
 
     def distance(self, value: float) -> float:
-        """Return by how many scatters a value exceeds the median. The value must be larger."""
+        """Return by how many scatters a value exceeds the median. It must be above the median."""
         if self.unit is None:
             rise = _logarithm(value / self.middle)
         else:
@@ -156,7 +158,7 @@ class UsualValues:
 
 
 def _upper_quantiles(ordered: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and the quantiles at 0.75 and 0.95."""
+    """Return the median and the quantiles at 0.75 and 0.95 of sorted values."""
     size = len(ordered)
     return ordered[size // 2], ordered[size * 3 // 4], ordered[size * 19 // 20]
 
@@ -170,7 +172,7 @@ def _logarithm(ratio: float) -> float:
 class Bounds:
     """Upper bounds of usual values. A value above its bound is suspicious.
 
-    The defaults, with which nothing is suspicious, apply until there are statistics.
+    With the default bounds, nothing is suspicious. They apply until there are enough values.
     """
 
     # Above this bound, a loss is far from the usual ones.
@@ -195,8 +197,8 @@ class Bounds:
         Args:
             loss: The usual losses.
             norm: The usual gradient norms.
-            best: The usual losses at the time when their level was best.
-            first_level: The level of the losses at the beginning of the run.
+            best: The usual losses at the time when their median was lowest.
+            first_level: The median loss at the beginning of the run.
         """
         progress = max(0.0, first_level - best.middle)
         # Above this level, the run has lost a relevant fraction of its progress.

@@ -1,7 +1,7 @@
-"""Reports on runs: HTML pages, the live view in a terminal, and metrics for other tools.
+"""Report on runs: HTML pages, a live view in the terminal, and metrics for other tools.
 
-All reports are based on recordings and never communicate with a training process, so they also work
-after a crash. This package never imports torch.
+All reports are based on recordings. They never communicate with a training process, so they also
+work after a crash. This package never imports torch.
 
 Read ``run_snapshot`` first (the data model that all views share), then ``sources`` and
 ``run_follower`` (reading recordings), ``curves`` (turning steps into curves) and ``verdicts``
@@ -9,7 +9,7 @@ Read ``run_snapshot`` first (the data model that all views share), then ``source
 
 - ``page``: ``gathering.gather`` reads a whole run, ``run_page.render`` turns it into an HTML page,
   and ``comparing.Comparison`` compares several runs.
-- ``live``: ``watching.Watched`` polls a run, and ``view.draw`` draws its state in a terminal. Both
+- ``live``: ``watching.Watched`` polls a run, and ``view.draw`` shows its state in a terminal. Both
   also work for a run that has ended.
 - ``metrics``: ``copying.follow`` copies a run to TensorBoard, JSON lines or Weights & Biases.
 """

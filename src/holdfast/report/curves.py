@@ -1,7 +1,7 @@
 """Compute curves over steps, reduced to the resolution of a screen.
 
-Each point of a curve stands for a range of consecutive steps. The curve shows the mean of each
-range, with a band from its minimum to its maximum, so peaks stay visible even in long runs.
+Each point of a curve represents a range of consecutive steps. A curve shows the mean of each range,
+with a band from the minimum to the maximum, so that peaks stay visible even in long runs.
 ``page.figures.steps`` draws the curves.
 """
 
@@ -20,7 +20,7 @@ from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
 FloatArray = NDArray[np.float64]
-# The number of values in each range of steps, or booleans that say whether there are any.
+# The number of values in each range of steps, or a bool that is True if there are any.
 Counts = NDArray[Any]
 
 # Screens are at most about 4,000 pixels wide, and each point has a band, so more points would not
@@ -39,7 +39,7 @@ MAX_LOGGED = 24
 _NEAR_STEPS = 10
 
 _INDEX_OF = {name: index for index, name in enumerate(NAMES)}
-# Type of a row like in ``recorder.history``, but with a single quantity instead of all of `NAMES`.
+# The type of rows like those in ``recorder.history``, but with one quantity instead of all `NAMES`.
 _SCALAR_ROW = np.dtype(
     [
         ("number", "<u8"),
@@ -65,14 +65,14 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One quantity over steps, in chronological order.
+    """One quantity over steps, in the order in which the steps were recorded.
 
     Args:
         steps: First step of each range. NaN marks a gap, for example where the run returned to an
             earlier step.
         values: Mean of each range; NaN in a gap, or if no value is finite.
-        nonfinite: Steps at which the value is infinite or NaN.
-        band: The minimum and maximum of each range; None if every range has a single value.
+        nonfinite: First steps of the ranges that contain infinite or NaN values.
+        band: The minimum and maximum of each range; None if they are equal in every range.
         own_scale: Whether `steps` counts something other than optimizer steps, such as epochs.
     """
 
@@ -84,7 +84,7 @@ class Curve:
 
     @property
     def finite(self) -> FloatArray:
-        """Return all finite values, including the minimum and maximum of each range."""
+        """Return all finite means, and the minimum and maximum of each range, in one array."""
         parts = [self.values]
         if self.band is not None:
             parts += [self.band.low, self.band.high]
@@ -94,7 +94,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of training steps, with one entry per recorded range of steps, oldest first.
+    """The times of training steps, with one entry per recorded range of steps, oldest first.
 
     Args:
         unix_seconds: Time at which each range was recorded.
@@ -111,7 +111,7 @@ class StepTimes:
 
     @classmethod
     def none(cls) -> StepTimes:
-        """Return the times of a process that recorded no steps."""
+        """Return empty times, for a process that recorded no steps."""
         empty: FloatArray = np.array([])
         return cls(unix_seconds=empty, steps=empty, counts=empty, seconds=empty)
 
@@ -120,7 +120,9 @@ class StepTimes:
 
 
 def rows_of_ring(path: Path) -> Rows:
-    """Return the records in a ring of steps as rows of ``recorder.history``, oldest first.
+    """Return the records of a ring of steps in the row format of ``recorder.history``.
+
+    The oldest record comes first.
 
     Raises:
         RunDirectoryError: H305 if the ring is damaged; see `read_ring`.
@@ -136,18 +138,18 @@ def rows_of_ring(path: Path) -> Rows:
 
 
 def thinned(history: Rows, ring: Rows, most: int = MAX_POINTS) -> Rows:
-    """Reduce rows to at most `most`: half from the ring, half from the history before it.
+    """Merge rows into at most `most` rows: half of them for the history, half for the ring.
 
     Args:
-        history: Rows of steps that were overwritten in the ring.
-        ring: Rows of the newest steps.
-        most: The maximum number of rows.
+        history: Rows about older steps, which were overwritten in the ring.
+        ring: Rows about the newest steps.
+        most: The maximum number of rows to return.
     """
     return np.concatenate([merge_rows(history, most // 2), merge_rows(ring, most // 2, finest=2)])
 
 
 def curves_of_steps(rows: Rows) -> dict[str, Curve]:
-    """Return the curves of a process by name, except quantities that were never recorded."""
+    """Return the curves of a process by name, omitting quantities that were never recorded."""
     curves = {}
     for name, index in _INDEX_OF.items():
         if name != "wait_seconds":
@@ -165,8 +167,8 @@ def curves_of_scalars(
         scalars: The logged values, oldest first.
         times: Times of the training steps of the same process. They show whether the steps of a
             scalar are optimizer steps.
-        most: Maximum number of points, as in `thinned`. These curves get half of it, because
-            scalars have no history.
+        most: Maximum number of points of a curve that has a history, as in `thinned`. Scalars have
+            no history, so their curves get half as many points.
 
     Returns:
         Curves by name, with the prefix `LOGGED`.
@@ -186,7 +188,7 @@ def curves_of_scalars(
 
 
 def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
-    """Return whether a scalar's step is close to the training step at the same time."""
+    """Return whether a scalar's step is close to the training step at the time of logging."""
     if len(times) == 0:
         return True
     trained = np.interp(scalar.unix_seconds, times.unix_seconds, times.steps)
@@ -194,7 +196,7 @@ def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
 
 
 def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
-    """Return the values logged under one name as rows."""
+    """Return the values logged under one name as rows of `_SCALAR_ROW`."""
     values = np.array([[scalar.value] for scalar in scalars], np.float64)
     finite = np.isfinite(values)
     rows = np.zeros(len(values), _SCALAR_ROW)
@@ -202,8 +204,8 @@ def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
     rows["step"] = [scalar.step for scalar in scalars]
     rows["finite"] = finite
     rows["odd"] = ~finite
-    # Rows without a finite value hold the neutral elements of minimum, sum and maximum, as in
-    # ``recorder.history``.
+    # Rows without a finite value contain the neutral elements of minimum, sum and maximum, as in
+    # ``recorder.history``, so that they do not change the result of merging rows.
     rows["low"] = np.where(finite, values, np.inf)
     rows["mean"] = np.where(finite, values, 0.0)
     rows["high"] = np.where(finite, values, -np.inf)
@@ -212,7 +214,7 @@ def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepRanges:
-    """One quantity over ranges of steps: columns of the rows in ``recorder.history``.
+    """One quantity over ranges of steps: the columns of rows as in ``recorder.history``.
 
     Args:
         steps: First step of each range.
@@ -232,7 +234,7 @@ class _StepRanges:
 
 
 def _ranges_of(rows: Rows, index: int) -> _StepRanges:
-    """Return one of the quantities in `NAMES` from the rows, given its index."""
+    """Return one quantity from rows, given its index: in `NAMES`, or 0 for rows of scalars."""
     return _StepRanges(
         steps=rows["step"].astype(np.float64),
         finite=rows["finite"][:, index],
@@ -244,7 +246,7 @@ def _ranges_of(rows: Rows, index: int) -> _StepRanges:
 
 
 def _wait_shares(rows: Rows) -> _StepRanges:
-    """Return the share of time in each range of steps that was spent waiting for the loader."""
+    """Return, for each range of steps, the share of time spent waiting for the data loader."""
     totals = rows["mean"] * rows["finite"]
     seconds = totals[:, _INDEX_OF["seconds"]]
     wait_seconds = totals[:, _INDEX_OF["wait_seconds"]]
@@ -277,8 +279,9 @@ def _curve(ranges: _StepRanges) -> Curve | None:
         )
     steps = ranges.steps[is_recorded]
     values = np.where(has_finite, ranges.mean, np.nan)[is_recorded]
-    # Leave a gap where the run returned to an earlier step. A line between these points would show
-    # training that never happened.
+    # Leave a gap where the run returned to an earlier step, because a line would show training that
+    # never happened. `np.diff` compares each step with the next one, so add 1 for the index of the
+    # step after the return.
     returns = np.flatnonzero(np.diff(steps) < 0) + 1
     return Curve(
         steps=np.insert(steps, returns, np.nan),

@@ -1,4 +1,4 @@
-"""Collect messages about unreadable parts of a run, for the foot of a page."""
+"""Collect messages about unreadable parts of a run, which are shown at the foot of its page."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from holdfast.core.text import sanitise
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-# Exceptions that may occur when a file is damaged, missing or not from holdfast.
+# Exceptions that may be raised if a file is damaged, missing or not written by holdfast.
 READING_ERRORS = (HoldfastError, OSError, ValueError, KeyError, TypeError, struct.error)
 _MAX_CHARACTERS = 300
 
 
 class Problems:
-    """Collects a sentence for each part of a run that cannot be read.
+    """Collects one sentence for each part of a run that cannot be read.
 
     Attributes:
-        sentences: The sentences in the order in which they were added.
+        sentences: The sentences, in the order in which they were added.
     """
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
 
     def add(self, sentence: str) -> None:
-        """Add a sentence."""
+        """Add a sentence that describes a problem."""
         self.sentences.append(sentence)
 
     def read(
@@ -36,7 +36,10 @@ class Problems:
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Result | None:
-        """Return the result of a reading function; if it fails, add a sentence and return None."""
+        """Call a function that reads files, and return its result.
+
+        If it raises one of `READING_ERRORS`, add a sentence about the error, and return None.
+        """
         try:
             return function(*args, **kwargs)
         except READING_ERRORS as error:
@@ -45,5 +48,5 @@ class Problems:
 
 
 def reason(error: Exception, most: int = _MAX_CHARACTERS) -> str:
-    """Describe why a file could not be read, as a sanitized sentence."""
+    """Return why a file could not be read, as sanitized text of at most `most` characters."""
     return sanitise(error.what if isinstance(error, HoldfastError) else error, most=most)

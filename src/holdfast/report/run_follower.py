@@ -1,8 +1,9 @@
-"""Follow a run: at each poll, return the new records of each process.
+"""Follow a run: at each poll, return the new records of each process and guard.
 
-Processes and guards may appear at any time. In a run of many epochs, most process folders belong to
-loader workers that ended long ago; these are read completely and then dropped. ``page.gathering``
-and ``live.watching`` build their views from the records.
+Processes and guards may appear at any time. In a run of many epochs, most process folders are those
+of loader workers that ended long ago. The records of such workers are read completely, and their
+folders are then ignored. ``page.gathering`` and ``live.watching`` build their views from the
+records.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class News:
 
     Args:
         source: The source of the records.
-        samples: Samples of steps. If samples were overwritten before they could be read, means over
-            many steps replace them. A guard records only loss, gradient norm and duration.
+        samples: Samples of steps. Samples that were overwritten before they could be read are
+            replaced by means over many steps. A guard records only the loss, the gradient norm and
+            the duration.
         events: Events with a valid time and step.
         scalars: Values that the script logged.
     """
@@ -70,13 +72,13 @@ class RunFollower:
 
     Args:
         run: The run directory.
-        steps: Whether to read steps and scalars, or only events.
+        steps: Whether to read steps and scalars in addition to events.
 
     Attributes:
         sources: The sources at the last poll, without finished loader workers.
-        problems: A sentence for each path that cannot be read.
-        lost_steps: A sentence for each directory whose steps were overwritten before they could be
-            read.
+        problems: A sentence for each path that cannot be read, keyed by the path.
+        lost_steps: A sentence for each source whose steps were overwritten before they could be
+            read, keyed by the path of its directory.
     """
 
     def __init__(self, run: Path, *, steps: bool = True) -> None:
@@ -85,7 +87,8 @@ class RunFollower:
         # Folder names of finished loader workers whose records have been read completely.
         self._finished_workers: set[str] = set()
         self._followers: dict[Path, _SourceFollower] = {}
-        # Guards that processes of the run opened outside the run directory, by recording directory.
+        # Guards that were opened outside the run directory by processes of the run, keyed by the
+        # directory of their recordings.
         self._guards: dict[Path, RunSource] = {}
         self.sources: list[RunSource] = []
         self.problems: dict[str, str] = {}
@@ -97,7 +100,8 @@ class RunFollower:
         Files that cannot be read are added to `problems`.
 
         Args:
-            hold_back: Whether to wait for missing losses; see `SampleFollower.new`.
+            hold_back: Whether to hold back samples whose loss is still missing; see
+                `SampleFollower.new`.
         """
         self._find_sources()
         runs_here = ran_here(read_json(self._run / SUPERVISED_FILE))
@@ -106,7 +110,8 @@ class RunFollower:
         # `_add_guards` appends to this list during the loop, because events may name further
         # guards.
         for source in self.sources:
-            # Check this before reading. If the worker has already ended, its records are complete.
+            # Check this before reading, because the records that are read are complete only if the
+            # worker has already ended.
             if runs_here and _is_finished_worker(source):
                 finished.add(source.directory)
             news = self._read(source, hold_back=hold_back and source.directory not in finished)
@@ -117,7 +122,7 @@ class RunFollower:
         return all_news
 
     def guard_runs(self) -> set[Path]:
-        """Return the run directories of the run's guards, with symbolic links resolved."""
+        """Return the run directories of guards outside this run directory, with links resolved."""
         return {directory.parent.parent.resolve() for directory in self._guards}
 
     def _find_sources(self) -> None:
@@ -165,7 +170,7 @@ class RunFollower:
         return news
 
     def _add_guards(self, news: News) -> None:
-        """Add the guards whose run directories are named in a process's events."""
+        """Follow the guards whose run directories are named in a process's new events."""
         if news.source.kind != "process":
             return
         for recorded in news.events:
@@ -197,7 +202,7 @@ def _is_finished_worker(source: RunSource) -> bool:
 
 
 class _SourceFollower:
-    """Follows the ring buffers in the directory of one source."""
+    """Follows the ring buffers of events, scalars and steps in the directory of one source."""
 
     def __init__(self, source: RunSource, *, steps: bool) -> None:
         directory = source.directory
@@ -248,11 +253,11 @@ class _SourceFollower:
 
 
 def _means_between(path: Path, after: float, before: float) -> Iterator[StepSample]:
-    """Yield replacements for steps that were overwritten in a ring, between two Unix times.
+    """Yield replacements for the steps between two Unix times that were overwritten in a ring.
 
-    Each sample is the mean over many steps, with the time and number of the first of them.
+    Each sample is the mean over many steps, with the time and the number of the first of them.
     """
-    # Importing this at the top would import numpy, which takes 0.1 s.
+    # This is not imported at the top, because it imports numpy, which takes 0.1 s.
     from holdfast.recorder.history import read_history
 
     rows = read_history(path).rows
@@ -265,7 +270,7 @@ def _sample_of_means(row: Any) -> StepSample:
     from holdfast.recorder.history import NAMES
 
     def mean(name: str) -> float | None:
-        """Return the mean of the finite values; NaN if none is finite, None without values."""
+        """Return the mean of the finite values; NaN if none is finite, None if there are none."""
         place = NAMES.index(name)
         if row["finite"][place]:
             return float(row["mean"][place])

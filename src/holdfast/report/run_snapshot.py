@@ -1,4 +1,4 @@
-"""Dataclasses that describe a run at one moment. Nothing is read here.
+"""Dataclasses that describe a run at one moment. This module reads no recordings itself.
 
 ``page.gathered_run`` and ``live.live_run`` extend `RunSnapshot` for their views.
 """
@@ -18,7 +18,7 @@ from holdfast.recorder.run_files import ProcessInfo
 from holdfast.report.sources import RecordedEvent
 
 if TYPE_CHECKING:
-    # This module imports numpy, which takes 0.1 s.
+    # `curves` imports numpy, which takes 0.1 s, so it is imported only for type checking.
     from holdfast.report.curves import Curve, StepTimes
 
 # Roles of processes, in the order in which views list them.
@@ -26,14 +26,14 @@ _ROLES = ("trainer", "launcher", "other", "loader worker")
 
 
 def role_order(role: str) -> int:
-    """Return the position of a role in lists of processes. An unknown role counts as "other"."""
+    """Return the sort key of a role in lists of processes. An unknown role counts as "other"."""
     return _ROLES.index(role if role in _ROLES else "other")
 
 
 def visible_phase(standing: Standing | None, role: str) -> ProcessPhase | None:
-    """Return the phase of a process, or None if its phase means nothing.
+    """Return the phase of a process, or None if its phase is unknown or meaningless.
 
-    Launchers and loader workers never leave the initial phase, so their phase means nothing.
+    Launchers and loader workers never leave the initial phase, so it is meaningless for them.
     """
     if standing is None:
         return None
@@ -44,7 +44,7 @@ def visible_phase(standing: Standing | None, role: str) -> ProcessPhase | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Steps and curves of one process, or of one of its optimizers if there are several.
+    """The steps and curves of one process, or of one of its optimizers if there are several.
 
     Args:
         label: Display name, such as "rank 3" or "rank 3, generator".
@@ -52,7 +52,7 @@ class Lane:
         begun: Unix time at which the first recorded step started. None for the lane of an
             optimizer, and for a process that only logged numbers.
         ended: Unix time at which the newest step ended.
-        curves: Curves by name.
+        curves: Curves, keyed by name.
         times: Times of the steps.
         of_guard: Whether a guard recorded the steps. Otherwise they were observed through hooks.
         rank: None if the run has no ranks.
@@ -72,25 +72,25 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSnapshot:
-    """State of one process. Unknown numbers are None, NaN or 0.
+    """The state of one process. Unknown numbers are None, NaN or 0.
 
     The field names are those of `holdfast watch --json`.
 
     Args:
         label: Display name, unique within the run.
         role: A role from ``recorder.run_files``, or "guard".
-        info: Description that the process recorded of itself.
-        alive: Whether the process is alive; None if that cannot be determined on this machine.
+        info: The description that the process recorded of itself.
+        alive: Whether the process is alive; None if that cannot be determined from this machine.
         stopped: Whether the process is suspended by a signal such as SIGSTOP.
         phase: Current phase of the process.
-        since_seconds: How long the process has been in this phase.
+        since_seconds: How long the process has been in this phase, in seconds.
         step: Number of the newest step.
         ended: Unix time of the last record.
-        spent: Seconds in each phase, indexed by phase number (only on the page).
+        spent: Seconds spent in each phase, indexed by phase number (only on the page).
         lane: Steps and curves of the process (only on the page).
         optimizers: One snapshot per optimizer, if there are several (only in the live view, like
             all following fields).
-        steps_per_second: Rate over the newest 50 steps.
+        steps_per_second: Mean rate over the newest 50 steps.
         loss: The newest loss.
         losses: Losses of the newest 600 steps, oldest first.
         grad_norm: The newest gradient norm.
@@ -124,16 +124,16 @@ class ProcessSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """State of a run at one moment, as far as all views use it.
+    """The part of a run's state at one moment that all views use.
 
     Args:
         path: The run directory.
-        start: Start record of the supervisor, or without a supervisor of the guard.
+        start: The start record of the supervisor or, without a supervisor, of the guard.
         attempt: Number of the newest attempt, counted from 0.
         processes: The observed processes.
         events: Events of all sources, oldest first.
         verdict: Why the run ended.
-        guards: Run directories of guards that the run has opened.
+        guards: Run directories of the guards that processes of the run have opened.
         problems: One sentence for each part of the run that could not be read.
     """
 
@@ -148,7 +148,7 @@ class RunSnapshot:
 
     @property
     def command(self) -> str:
-        """Return the command line with secrets removed; empty if unknown."""
+        """Return the run's command line, with secrets removed; empty if unknown."""
         argv = self.start.get("argv")
         if not isinstance(argv, list):
             return ""

@@ -1,4 +1,4 @@
-"""Define the severity of each kind of event for curves, timeline and live view."""
+"""Define the severity of each kind of event, for figures and the live view."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WARNINGS = frozenset(
 
 
 def severity(event: Event) -> EventSeverity:
-    """Return the severity of an event. A finding contains its own severity."""
+    """Return the severity of an event. An event about a finding states its severity itself."""
     stated = event.data.get("severity")
     if event.kind in _ERRORS or stated == "error":
         return "error"

@@ -1,7 +1,8 @@
 """Find the recordings of a run's supervisor, processes and guards.
 
-This module finds the directories and assigns display names. ``run_follower`` reads their contents,
-and for a page ``page.gathering`` and ``page.lanes`` do.
+This module finds the directories of the recordings and assigns display names. ``run_follower``
+reads their contents for the live view, and ``page.gathering`` and ``page.lanes`` read them for a
+page.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from holdfast.recorder.run_files import (
 
 RECORDER_FOLDER = "recorder"
 CHECKPOINTS_FOLDER = "checkpoints"
-# A directory that contains an entry with one of these names is a run directory.
+# A directory that contains a file or directory with one of these names is a run directory.
 _NAMES_IN_A_RUN = frozenset(
     {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}
 )
 # JSON files of a run are a few KiB long. A larger file was not written by holdfast.
 _MAX_JSON_BYTES = 4 << 20
-# A later time (after the year 5138) can only be corrupt data.
+# Any later Unix time, after the year 5138, can only be corrupt data.
 _LATEST_UNIX_SECONDS = 1e11
 
 
@@ -46,12 +47,12 @@ class RunSource:
     """A directory with recordings of one process, one guard or the supervisor.
 
     Args:
-        kind: Kind of process that wrote the recordings.
-        directory: Directory of the recordings.
+        kind: Who wrote the recordings: the supervisor, an observed process or a guard.
+        directory: The directory of the recordings.
         label: Display name such as "rank 3", which is unique within the run.
         rank: Rank of the process, if it has one.
-        attempt: Number of the attempt to which the source belongs.
-        info: Description that the process recorded of itself; None unless `kind` is "process".
+        attempt: Number of the attempt in which the recordings were made.
+        info: The description that the process recorded of itself; None unless `kind` is "process".
     """
 
     kind: Literal["supervisor", "process", "guard"]
@@ -63,7 +64,7 @@ class RunSource:
 
     @property
     def steps_path(self) -> Path:
-        """Return the path of the ring with its steps: samples of a process, or marks of a guard."""
+        """Return the path of the ring with the steps of a process (samples) or a guard (marks)."""
         return self.directory / (SAMPLES_FILE if self.kind == "process" else STEPS_FILE)
 
 
@@ -97,7 +98,7 @@ def is_run(path: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a directory, newest first. Unreadable ones are skipped."""
+    """Return the run directories in a directory, newest first. Unreadable ones are skipped."""
     runs = []
     for path in folder.iterdir():
         with suppress(OSError):
@@ -109,7 +110,7 @@ def runs_in(folder: Path) -> list[Path]:
 def find_sources(
     run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None
 ) -> list[RunSource]:
-    """Return the sources of a run: supervisor, then processes by attempt and rank, then guards.
+    """Return the sources of a run: the supervisor, processes by attempt and rank, then guards.
 
     Args:
         run: The run directory.
@@ -162,7 +163,7 @@ def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[RunS
 
 
 def _attempt_and_rank(info: ProcessInfo) -> tuple[int, int]:
-    """Return a sort key by attempt and rank. Processes without a rank come first."""
+    """Return the sort key of a process: attempt, then rank. Processes without a rank come first."""
     return info.attempt, -1 if info.rank is None else info.rank
 
 
@@ -182,7 +183,7 @@ def _unique_labels(infos: Sequence[ProcessInfo]) -> list[str]:
 
 def _label(info: ProcessInfo) -> str:
     if info.role == "loader worker":
-        # The rank of a loader worker is that of its trainer.
+        # The recorded rank of a loader worker is the rank of its trainer.
         return f"worker {info.pid}" + ("" if info.rank is None else f" of rank {info.rank}")
     if info.role == "launcher":
         return f"launcher {info.pid}"
@@ -203,7 +204,7 @@ def is_sound_event(event: Event) -> bool:
 def guard_run_of(event: Event) -> Path | None:
     """Return the run directory of the guard that an event announces, or None.
 
-    The path comes from the process's own event ring, never from its output.
+    Only an event that the process itself has recorded is trusted, never the output of the run.
     """
     if event.kind != "guard":
         return None
@@ -214,18 +215,18 @@ def guard_run_of(event: Event) -> Path | None:
 
 
 def ran_here(supervised: Mapping[str, Any]) -> bool:
-    """Return whether the processes of a run are on this machine.
+    """Return whether the processes of a run are, or were, on this machine.
 
     Args:
-        supervised: The supervisor's description of the run. A run without a supervisor is assumed
-            to be local.
+        supervised: The supervisor's description of the run, or an empty dict for a run without a
+            supervisor, which is assumed to be local.
     """
     host = socket.gethostname()
     return bool(supervised.get("hostname", host) == host)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; empty if the file is missing, too large or damaged."""
+    """Return the object in a JSON file; empty if the file is missing, too large or damaged."""
     try:
         value = json.loads(read_file(path, _MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):

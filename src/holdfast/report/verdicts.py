@@ -1,6 +1,6 @@
 """Load the verdict on a run from ``verdict.json``, or determine it on demand.
 
-``explain`` determines verdicts; this module reads them and describes their confidence in words.
+``explain`` determines verdicts. This module loads them and describes their confidence in words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
     Args:
         run: The run directory.
-        problems: Receives a sentence if the verdict cannot be determined.
+        problems: A list to which a sentence is appended if the verdict cannot be determined.
     """
     values = read_json(run / VERDICT_FILE)
     if values:
@@ -44,15 +44,15 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
         from holdfast.explain.judging import judge
 
         return judge(collect(run))
-    except Exception as error:  # noqa: BLE001 - a report without a verdict is better than none; it shows the reason
+    except Exception as error:  # noqa: BLE001 - a report without a verdict is better than no report
         problems.append(f"the run could not be judged: {sanitise(error, most=200)}")
         return None
 
 
 def verdict_from(values: Mapping[str, Any]) -> Verdict:
-    """Return a verdict from JSON values, which may be malformed.
+    """Create a verdict from JSON values, which may be malformed.
 
-    A value of the wrong type is converted to text or omitted.
+    A value of the wrong type is converted to text or replaced by a default.
     """
     confidence = values.get("confidence")
     return Verdict(
@@ -113,6 +113,7 @@ def _items(values: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 def _share(value: object) -> float:
     """Clip a value to the range from 0 to 1; return 0 if it is not a number."""
+    # NaN is the only value that differs from itself.
     is_nan = value != value
     if not isinstance(value, (int, float)) or is_nan:
         return 0.0
@@ -120,7 +121,7 @@ def _share(value: object) -> float:
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Describe how certain the cause is and, if different, how certain its class is.
+    """Return in words how certain the cause is and, if different, how certain its class is.
 
     The text is empty if the verdict names no cause, or if the cause is an observed exception, which
     is certain.
@@ -144,12 +145,12 @@ def _in_words(share: float) -> str:
 
 
 def tone(verdict: Verdict) -> Tone:
-    """Return the tone in which a run is presented.
+    """Return the tone in which views present a run, for example by a color.
 
     Returns:
-        "well" if the run ended well without reservations, "unjudged" if learning could not be
-        judged, "unknown" for any other good end, an unknown cause or a preemption, and "failed"
-        otherwise.
+        "well" if the run ended well without reservations, "unjudged" if it could not be judged
+        whether the model has learned, "unknown" for any other good ending, an unknown cause or a
+        preemption, and "failed" otherwise.
     """
     if verdict.cause == NOT_JUDGED:
         return "unjudged"

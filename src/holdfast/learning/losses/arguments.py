@@ -1,6 +1,7 @@
 """Check the arguments of loss functions with a table of checks, each of which may raise a flag.
 
-A check examines a single call. The rules decide how often a flag must be raised to be reported.
+A check examines a single call. The learning rules decide how many calls must raise a flag before it
+is reported.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from holdfast.learning.losses.loss_functions import (
 )
 from holdfast.learning.losses.sources import SourceOperation, source_of
 
-# Number of rows of the scores to examine: enough for a decision, but cheap compared to the loss.
+# Maximum number of rows of scores to examine: enough for a decision, but cheap compared with the
+# loss.
 MAX_ROWS = 256
-# Minimum number of values for a check: it cannot be a coincidence if so many are between 0 and 1.
+# Minimum number of scores for identifying them as probabilities by their values. With this many, it
+# cannot be a coincidence that all of them are between 0 and 1.
 MIN_VALUES = 16
 # Rounding error allowed in a sum of probabilities, which should be 1.
 SUM_TOLERANCE = 1e-4
@@ -113,9 +116,10 @@ def measure_arguments(scores: Tensor, target: Tensor) -> LossArguments:
 
 
 def rows_of(scores: Tensor) -> Tensor:
-    """Return the first rows of scores with shape ``(rows, classes)``.
+    """Return the first rows of scores, shape ``(rows, classes)``.
 
-    In `scores`, the classes are on axis 1.
+    Args:
+        scores: The scores, with the classes on axis 1.
     """
     scores = scores.detach()
     if scores.dim() < 2:
@@ -127,7 +131,7 @@ def rows_of(scores: Tensor) -> Tensor:
 
 
 def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
-    """Flag targets outside the range of the last activation, for example as "beyond_tanh"."""
+    """Return a flag such as "beyond_tanh" if an activation cannot produce many of the targets."""
     operation = source_of(predicted).name
     if operation not in RANGES:
         return []
@@ -138,7 +142,7 @@ def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
 
 
 def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
-    """Return whether broadcasting yields more elements than either shape has."""
+    """Return whether broadcasting two shapes yields more elements than either of them has."""
     if predicted == target:
         return False
     pairs = math.prod(torch.broadcast_shapes(predicted, target))  # type: ignore[no-untyped-call]
@@ -149,7 +153,7 @@ def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
 
 
 def is_given_probabilities(arguments: LossArguments) -> bool:
-    """The scores are probabilities, from a softmax or judging by their values."""
+    """Return whether the scores come from a softmax or have the values of probabilities."""
     if arguments.source.name == "Softmax":
         return True
     if arguments.classes < 2 or arguments.elements < MIN_VALUES:
@@ -159,39 +163,39 @@ def is_given_probabilities(arguments: LossArguments) -> bool:
 
 
 def comes_from_sigmoid(arguments: LossArguments) -> bool:
-    """The scores are the output of a sigmoid."""
+    """Return whether the scores are the output of a sigmoid."""
     return arguments.source.name == "Sigmoid"
 
 
 def comes_from_tanh(arguments: LossArguments) -> bool:
-    """The scores are the output of a tanh."""
+    """Return whether the scores are the output of a tanh."""
     return arguments.source.name == "Tanh"
 
 
 def comes_from_relu(arguments: LossArguments) -> bool:
-    """The scores are the output of a ReLU."""
+    """Return whether the scores are the output of a ReLU."""
     return arguments.source.name == "Relu"
 
 
 def is_normalized_over_batch(arguments: LossArguments) -> bool:
-    """The softmax before the loss was computed over the samples instead of the classes."""
+    """Return whether the softmax before the loss is over the samples instead of the classes."""
     return arguments.source.is_softmax_over_batch
 
 
 def is_above_zero(arguments: LossArguments) -> bool:
-    """At least one log-probability is above 0."""
+    """Return whether at least one log-probability is above 0."""
     return arguments.highest > LOG_TOLERANCE
 
 
 def is_not_normalized(arguments: LossArguments) -> bool:
-    """The log-probabilities of a row describe probabilities that do not sum to 1."""
+    """Return whether the probabilities of a row, given by their logarithms, do not sum to 1."""
     if arguments.classes < 2 or arguments.highest > LOG_TOLERANCE:
         return False
     return arguments.log_sum_error > LOG_SUM_TOLERANCE
 
 
 def is_clamped_into_range(arguments: LossArguments) -> bool:
-    """Unbounded scores were clamped to [0, 1], which changed many of them."""
+    """Return whether unbounded scores were clamped to [0, 1], which changed many of them."""
     source = arguments.source
     if not source.clamped or source.name in ("Sigmoid", "Softmax", ""):
         return False
@@ -199,13 +203,13 @@ def is_clamped_into_range(arguments: LossArguments) -> bool:
 
 
 def has_targets_outside_unit_range(arguments: LossArguments) -> bool:
-    """At least one target of a binary loss is outside [0, 1]."""
+    """Return whether at least one target of a binary loss is outside [0, 1]."""
     return arguments.target_lowest < 0 or arguments.target_highest > 1
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
-    """A check of loss arguments, the functions it applies to, and the flag that it raises."""
+    """A check of loss arguments, the loss functions that it applies to, and the flag it raises."""
 
     flag: str
     functions: tuple[str, ...]

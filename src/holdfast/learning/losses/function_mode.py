@@ -1,7 +1,7 @@
 """`FunctionMode`: observes calls of loss functions, layers, gradient clipping and ``backward``.
 
 The mode draws no random numbers and does not change the result of any function. Observations about
-losses are stored in `LossSites` and interpreted by the rules.
+losses are stored in `LossSites` and interpreted by the learning rules.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ LAYERS = frozenset(
 SOFTMAXES = ("softmax", "log_softmax")
 DIFFERENCES = frozenset({"sub", "rsub", "__sub__", "__rsub__", "subtract"})
 CLIPPING_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
-# In a function mode, reading ``parameter.grad`` appears as a call of this getter. torch's clipping
-# functions read it.
+# A function mode sees each read of ``parameter.grad`` as a call of this getter. torch's clipping
+# functions read this attribute.
 _GRADIENT: Any = torch.Tensor.grad
 GRADIENT_GETTER = _GRADIENT.__get__
 
@@ -88,14 +88,18 @@ class FunctionMode(TorchFunctionMode):
         self._clips_and_backwards: list[Literal["clip", "backward"]] = []
 
     def begin_step(self, *, examine: bool) -> None:
-        """Start a sampled step, which may also be examined."""
+        """Start a sampled step.
+
+        Args:
+            examine: Whether the step is also examined in detail.
+        """
         self.examine = examine
         self._clips_and_backwards.clear()
 
     def clipped_too_early(self) -> bool | None:
-        """Return whether this step clipped gradients only before backward.
+        """Return whether the current step clipped gradients only before backward.
 
-        Returns None if it did not clip.
+        Returns None if the step did not clip any gradients.
         """
         calls = self._clips_and_backwards
         if "clip" not in calls:
@@ -195,7 +199,7 @@ class FunctionMode(TorchFunctionMode):
     def _observe_signed_target(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Flag targets other than 1 and -1 in a loss that accepts no others."""
+        """Flag a target other than 1 or -1 that is passed to a loss that accepts only these."""
         target = _argument(args, kwargs, SIGNED_TARGET_LOSSES[name], "target")
         site = self._sites.enter(name)
         if isinstance(target, Tensor) and bool((target.detach().abs() != 1).any()):
@@ -258,7 +262,7 @@ def _are_filled_tensors(*values: Any) -> bool:
 
 
 def _mean_loss(name: str, scores: Tensor, target: Tensor, result: Tensor, reduction: str) -> float:
-    """Return the loss per element. Synchronizes with the device once."""
+    """Return the loss averaged over its elements. Synchronizes with the device once."""
     losses = result.detach()
     value = float(losses) if losses.dim() == 0 else float(losses.float().mean())
     if reduction != "sum":
@@ -277,6 +281,6 @@ def _is_unweighted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_column_against_row(predicted: Tensor, data: Tensor) -> bool:
-    """Return whether shapes ``(N, 1)`` and ``(N,)``, in any order, are broadcast to ``(N, N)``."""
+    """Return whether the shapes are ``(N, 1)`` and ``(N,)``, in either order, with N above 1."""
     row, column = sorted((tuple(predicted.shape), tuple(data.shape)), key=len)
     return len(row) == 1 and row[0] > 1 and column == (*row, 1)

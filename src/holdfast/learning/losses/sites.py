@@ -20,8 +20,8 @@ from holdfast.learning.losses.targets import (
 from holdfast.learning.measures import append_newest
 from holdfast.learning.observations import ObservedLoss
 
-# Maximum number of sites per function. Further calls in a pass share the last site, so that a loss
-# over a varying number of parts does not create more and more sites.
+# Maximum number of sites per loss function. Further calls in a pass share the last site, so that a
+# script that sums a varying number of losses does not create more and more sites.
 MAX_SITES = 8
 
 
@@ -31,8 +31,8 @@ class LossSite:
     def __init__(self, function: str) -> None:
         self.observed = ObservedLoss(function=function)
         self._constant = best_constant_for(function)
-        # False once a call used weights or label smoothing. The loss then cannot be compared with
-        # the loss of a constant prediction.
+        # False once a call has used weights or label smoothing, because the loss of a constant
+        # prediction is computed without them.
         self._comparable = True
         # Loss of the best constant prediction on the targets of the last call.
         self._constant_now: float | None = None
@@ -84,7 +84,7 @@ class LossSite:
     def _note_class_labels(
         self, constant: ConstantClassShares, target: Tensor, ignore_index: int
     ) -> None:
-        # For targets that are class probabilities, the best constant prediction is not implemented.
+        # The best constant prediction is not implemented for targets that are class probabilities.
         if target.is_floating_point():
             self._comparable = False
             return
@@ -115,8 +115,8 @@ class LossSite:
 class LossSites:
     """The loss sites of one run.
 
-    A site is identified by its loss function and by its number among that function's calls in a
-    pass.
+    A site is identified by its loss function and by the position of the call among all calls of
+    that function in a pass.
     """
 
     def __init__(self) -> None:
@@ -124,11 +124,11 @@ class LossSites:
         self._calls_in_pass: Counter[str] = Counter()
 
     def begin_pass(self) -> None:
-        """Start a new pass, and restart the numbering of calls."""
+        """Start a new forward pass, and restart the numbering of calls."""
         self._calls_in_pass.clear()
 
     def enter(self, function: str, *, examine: bool = True) -> LossSite:
-        """Return the loss site of the current call, and count the call."""
+        """Count a call of a loss function, and return the loss site that it belongs to."""
         self._calls_in_pass[function] += 1
         position = min(self._calls_in_pass[function], MAX_SITES)
         site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
@@ -138,5 +138,5 @@ class LossSites:
         return site
 
     def observations(self) -> dict[str, ObservedLoss]:
-        """Return the observations of each site."""
+        """Return the observations of all sites, keyed by site name."""
         return {name: site.observations() for name, site in self._sites.items()}

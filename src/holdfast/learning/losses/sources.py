@@ -43,7 +43,7 @@ class SourceOperation:
             an autograd graph.
         dim: Dimension of a softmax. None if the axes were reordered afterwards.
         shape: Shape of the softmax's output.
-        clamped: Whether the values were clamped afterwards.
+        clamped: Whether the operation's result was clamped afterwards.
     """
 
     name: str = ""
@@ -94,13 +94,13 @@ def source_of(tensor: Tensor, *, behind_sums: bool = False) -> SourceOperation:
 
 
 def _operation_of(node: Any) -> str:
-    """Return the operation of an autograd node: ``"Softmax"`` for ``SoftmaxBackward0``."""
+    """Return an autograd node's operation, such as ``"Softmax"`` for ``SoftmaxBackward0``."""
     name: str = node.name()
     return name.removesuffix("0").removesuffix("1").removesuffix("Backward")
 
 
 def _adds_a_number(node: Any) -> bool:
-    """Return whether only one of two summands has an autograd graph."""
+    """Return whether an addition has only one operand with an autograd graph."""
     parents = [parent for parent, _ in node.next_functions if parent is not None]
     return len(parents) == 1
 
@@ -124,7 +124,7 @@ def _softmax_shape(node: Any, operation: str) -> tuple[int, ...]:
 
 
 def unscaled(loss: Tensor) -> float:
-    """Return a one-element loss without the gradient scaler's factor. Synchronizes once."""
+    """Return a one-element loss, divided by the gradient scaler's factor. Synchronizes once."""
     value = float(loss.detach())
     node = loss.grad_fn
     if node is None or node.name() != "MulBackward0":

@@ -18,22 +18,22 @@ from holdfast.learning.measures import append_newest, median
 
 # Maximum number of labels counted per batch.
 MAX_LABELS = 65_536
-# Maximum number of columns with a mean of their own. With more columns, all targets share one mean.
+# Maximum number of columns that each have their own mean. With more columns, all targets share one.
 MAX_COLUMNS = 4096
 # Lower bound that keeps the logarithm of a mean target finite.
 EPSILON = 1e-12
-# Minimum number of batches for the mean deviation from the batch median to be reliable.
+# Minimum number of batches for a reliable mean deviation from the batch median.
 MIN_DEVIATIONS = 10
 
 
 class ConstantClassShares:
-    """The best constant for class labels: the share of each class. Its loss is their entropy."""
+    """The best constant prediction for class labels: the share of each class among all labels."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     def add(self, labels: list[int]) -> float | None:
-        """Add the labels of a batch, and return the loss of predicting the current shares."""
+        """Add a batch's labels, and return the loss of predicting the current shares for it."""
         counts = Counter(labels)
         if not counts:
             return None
@@ -45,7 +45,7 @@ class ConstantClassShares:
         return -log_likelihood / counts.total()
 
     def loss(self) -> float | None:
-        """Return the loss on all labels, which is their entropy."""
+        """Return the loss on all labels, which is the entropy of the class shares."""
         total = self._counts.total()
         if total == 0:
             return None
@@ -54,9 +54,9 @@ class ConstantClassShares:
 
 
 class ConstantMean:
-    """The best constant for squared errors and binary targets: the mean of each column.
+    """The best constant prediction for squared errors and binary targets: each column's mean.
 
-    Both losses can be computed from the mean and the mean square of the targets.
+    Its loss can be computed from the mean and the mean square of the targets.
 
     Args:
         loss_of: `squared_error` or `binary_cross_entropy`.
@@ -64,7 +64,7 @@ class ConstantMean:
 
     def __init__(self, loss_of: MeanLoss) -> None:
         self._loss_of = loss_of
-        # Sums by column. Empty before the first batch.
+        # The sum of each column over all batches. Empty before the first batch.
         self._sum = torch.zeros(0)
         self._sum_of_squares = torch.zeros(0)
         self._rows = 0
@@ -72,7 +72,7 @@ class ConstantMean:
         self._has_one_width = True
 
     def add(self, target: Tensor) -> float | None:
-        """Add the targets of a batch, and return the loss of predicting the current mean for them.
+        """Add a batch's targets, and return the loss of predicting the current mean for it.
 
         Returns None if the number of columns has changed.
         """
@@ -108,35 +108,36 @@ class ConstantMean:
         return self._has_one_width and self._rows >= 2
 
 
-# Given a constant prediction, means and mean squares by column, returns the loss of each column.
+# Takes a constant prediction, and the mean and the mean square of the targets, each with one value
+# per column. Returns the loss of each column.
 MeanLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def squared_error(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return the mean of ``(target - prediction)**2`` for each column."""
+    """Return the mean of ``(target - prediction)**2`` in each column."""
     return mean_square - 2 * prediction * mean + prediction.square()
 
 
 def binary_cross_entropy(prediction: Tensor, mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return the mean binary cross entropy for each column. It is linear in the targets."""
+    """Return the mean binary cross entropy of each column, which is linear in the targets."""
     del mean_square
     probability = prediction.clamp(EPSILON, 1 - EPSILON)
     return -(mean * probability.log() + (1 - mean) * (1 - probability).log())
 
 
 class ConstantMedian:
-    """The best constant for absolute errors: the median of each column, taken per batch."""
+    """The best constant prediction for absolute errors: each column's median within a batch."""
 
     def __init__(self) -> None:
         self._deviations: list[float] = []
 
     def add(self, target: Tensor) -> None:
-        """Add the mean deviation of a batch from its own median, the best loss of any constant."""
+        """Add the mean deviation of a batch from its median: the lowest loss of any constant."""
         columns = columns_of(target)
         self._deviations.append(float((columns - columns.median(0).values).abs().mean()))
 
     def loss(self) -> float | None:
-        """Return the mean deviation over all batches, or None if there are too few batches."""
+        """Return the mean deviation over all batches, or None if there are too few of them."""
         if len(self._deviations) < MIN_DEVIATIONS:
             return None
         return sum(self._deviations) / len(self._deviations)
@@ -146,7 +147,7 @@ BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantMedian
 
 
 def best_constant_for(function: str) -> BestConstant | None:
-    """Return an estimator of the best constant for a loss function, or None if there is none."""
+    """Return an estimator of a loss function's best constant prediction, or None without one."""
     if function in CLASS_LOSSES:
         return ConstantClassShares()
     if function in BINARY_LOSSES:
@@ -159,7 +160,7 @@ def best_constant_for(function: str) -> BestConstant | None:
 
 
 class LabelMix:
-    """Compares the number of distinct labels per batch with the number for shuffled data."""
+    """Compares the number of distinct labels per batch with that expected for shuffled data."""
 
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()
@@ -208,7 +209,7 @@ def binary_labels_in(target: Tensor) -> list[float] | None:
 
 
 def columns_of(target: Tensor) -> Tensor:
-    """Return targets as float64 on the CPU, shape ``(rows, columns)``.
+    """Return targets as an fp64 tensor on the CPU, shape ``(rows, columns)``.
 
     Targets with more than `MAX_COLUMNS` columns are flattened to a single column.
     """

@@ -14,9 +14,9 @@ from holdfast.learning.rules.registry import LearningRule, rule
 LARGE_INPUT = 100
 SMALL_INPUT = 1e-3
 LARGE_OFFSET = 20
-# Minimum number of batches with labels to evaluate how well labels are shuffled.
+# Minimum number of labeled batches for evaluating how well the data is shuffled.
 MIN_BATCHES = 12
-# Shuffling is only evaluated if at least this many distinct labels are expected per batch. If the
+# Shuffling is evaluated only if at least this many distinct labels are expected per batch. If the
 # actual number is below this share of the expected number, there are too few.
 MIN_EXPECTED_LABELS = 1.8
 FEW_LABELS = 0.6
@@ -24,7 +24,7 @@ FEW_LABELS = 0.6
 
 @rule("H856", tier="window", severity="note", kind="cause", confidence=0.8)
 def unscaled_inputs(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The inputs are far from mean 0 and variance 1."""
+    """Report inputs that are far from mean 0 and variance 1."""
     for name, inputs in run.inputs.items():
         if not is_far_from_unit_scale(inputs) or run.models[name].normalizes_input:
             continue
@@ -51,7 +51,7 @@ def is_far_from_unit_scale(inputs: ObservedInput) -> bool:
 
 @rule("H843", tier="window", severity="advice", kind="cause", confidence=0.85)
 def labels_not_mixed(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Batches contain far fewer distinct labels than shuffled data would."""
+    """Report batches that contain far fewer distinct labels than shuffled batches would."""
     if not run.minimizes_one_loss:
         return
     for name, loss in run.losses.items():
@@ -65,7 +65,7 @@ def labels_not_mixed(run: Observations, rule: LearningRule) -> Iterator[Finding]
 
 
 def has_few_labels(loss: ObservedLoss) -> bool:
-    """Return whether batches contain clearly fewer distinct labels than random draws would."""
+    """Return whether batches contain far fewer distinct labels than randomly drawn ones would."""
     if loss.labelled_calls < MIN_BATCHES:
         return False
     if not loss.distinct_labels or not loss.expected_labels:

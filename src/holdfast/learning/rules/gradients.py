@@ -25,15 +25,15 @@ HABIT_STEPS = 6
 # accumulating gradients by hand. At the end of a run, fewer are enough, because no step can follow.
 BACKWARDS_WITHOUT_STEP = 200
 BACKWARDS_WITHOUT_STEP_AT_END = 10
-# Gradients vanish or explode if the ratio of the first layer's to the last layer's gradients is
-# below or above these limits. AutoTrainer uses 1e-3 for vanishing gradients.
+# Gradients vanish if the first layer's gradients, relative to the last layer's, are below the first
+# limit. They explode above the second limit. AutoTrainer uses 1e-3 for vanishing gradients.
 VANISHING_RATIO = 1e-3
 EXPLODING_RATIO = 1e4
 # A signal explodes if the first loss or the largest gradient norm exceeds the usual value by this
 # factor.
 EXPLODING_LOSS = 10
 EXPLODING_NORM = 1e3
-# Minimum number of layers and of gradient norms to evaluate them, and the number of first norms
+# Minimum number of layers and of gradient norms for an evaluation, and the number of first norms
 # whose median counts as usual.
 MIN_LAYERS = 3
 MIN_NORMS = 5
@@ -42,7 +42,7 @@ FIRST_NORMS = 10
 
 @rule("H811", tier="contract", severity="error", kind="cause", confidence=0.95)
 def gradients_never_reset(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Gradients are added to those of the previous step."""
+    """Report gradients that are added to those of the previous step."""
     for name, optimizer in run.optimizers.items():
         if optimizer.leaks >= LEAKED_STEPS and not optimizer.uses_closure:
             yield rule.finding(
@@ -55,7 +55,7 @@ def gradients_never_reset(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 @rule("H812", tier="contract", severity="error", kind="cause", confidence=0.9)
 def backward_without_step(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The optimizer never steps."""
+    """Report a run whose optimizer never steps although backward is called."""
     needed = BACKWARDS_WITHOUT_STEP_AT_END if run.ended else BACKWARDS_WITHOUT_STEP
     if run.steps or not run.models or run.backwards_since_step < needed:
         return
@@ -75,7 +75,7 @@ def backward_without_step(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 @rule("H813", tier="contract", severity="error", kind="cause", confidence=0.9)
 def step_without_gradients(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """An optimizer steps although none of its parameters has a gradient."""
+    """Report an optimizer that steps although none of its parameters has a gradient."""
     for name, optimizer in run.optimizers.items():
         # An optimizer that had gradients before may just be idle in this phase of training.
         if optimizer.uses_closure or optimizer.with_gradient_steps:
@@ -92,11 +92,11 @@ def step_without_gradients(run: Observations, rule: LearningRule) -> Iterator[Fi
 
 @rule("H815", tier="contract", severity="advice", kind="symptom", confidence=0.9)
 def all_gradients_zero(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """All gradients of an optimizer are exactly 0, so its steps change nothing."""
+    """Report an optimizer whose gradients are all exactly 0, so that it learns nothing."""
     for name, optimizer in run.optimizers.items():
         if optimizer.zero_gradient_steps < STEPS_IN_A_ROW or optimizer.zeroed:
             continue
-        # When a hinge loss is satisfied, the loss and its gradient are 0.
+        # When all margins of a hinge loss are satisfied, both the loss and its gradient are 0.
         satisfied = bool(optimizer.losses) and optimizer.losses[-1][1] == 0
         yield rule.finding(
             f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} consecutive observed"
@@ -110,7 +110,7 @@ def all_gradients_zero(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 @rule("H817", tier="contract", severity="error", kind="cause", confidence=0.95)
 def gradient_reversed(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The gradient is reversed or set to zero between backward and step."""
+    """Report a gradient that is reversed or set to zero between backward and step."""
     for name, optimizer in run.optimizers.items():
         changes = {"reversed": optimizer.reversed, "set to zero": optimizer.zeroed}
         for change, count in changes.items():
@@ -126,9 +126,9 @@ def gradient_reversed(run: Observations, rule: LearningRule) -> Iterator[Finding
 
 @rule("H859", tier="contract", severity="advice", kind="cause", confidence=0.9)
 def clipped_before_backward(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Gradients are clipped before backward computes them."""
-    # With several optimizers, clipping for one may also affect gradients from another's backward
-    # pass.
+    """Report gradients that are clipped before backward computes them."""
+    # With several optimizers, a clipping call and the backward pass after it may concern the
+    # gradients of different optimizers.
     if run.early_clips >= HABIT_STEPS and len(run.optimizers) == 1:
         yield rule.finding(
             f"in {run.early_clips} observed steps, gradients were clipped before backward computed"
@@ -143,7 +143,7 @@ def clipped_before_backward(run: Observations, rule: LearningRule) -> Iterator[F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostSignal:
-    """Describes where a signal vanishes or explodes, with the measured values."""
+    """A place at which a signal vanishes or explodes, and a description with measured values."""
 
     description: str
     where: str
@@ -151,14 +151,14 @@ class LostSignal:
 
 @rule("H848", tier="window", severity="note", kind="cause", confidence=0.7)
 def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Signals vanish or explode in a run that makes no progress."""
+    """Report activations or gradients that explode, or gradients that vanish toward the input."""
     failing = measure_progress(run).is_failing
     fix = (
         "use ReLU-like activations or gates with a matching initialization, normalization layers,"
         " or residual connections. Clip the gradients of recurrent networks."
     )
-    # Exploding signals are checked first, because they are the more certain cause. Gradients can
-    # also vanish because the learning rate is too high.
+    # Check for exploding signals first, because they are the more certain cause. Vanishing
+    # gradients can also result from a learning rate that is too high.
     exploding = find_exploding(run) if failing or run.had_nonfinite else None
     if exploding is not None:
         yield rule.finding(
@@ -175,7 +175,7 @@ def signal_vanishes_or_explodes(run: Observations, rule: LearningRule) -> Iterat
 def find_exploding(run: Observations) -> LostSignal | None:
     """Return where a signal explodes, based on the first loss and the gradient norms, or None."""
     if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
-        # The scale of the inputs explains large losses and gradients.
+        # Inputs on an unusual scale are a sufficient explanation of large losses and gradients.
         return None
     for name, loss in run.losses.items():
         usual = usual_first_loss(loss)
@@ -203,7 +203,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
 
 
 def usual_first_loss(loss: ObservedLoss) -> float | None:
-    """Return the loss of predicting 0 or the best constant, a good estimate of a first loss."""
+    """Return an estimate of the first loss: the loss of predicting 0 or the best constant."""
     if loss.target_scale:
         return loss.target_scale
     if loss.function == "mse_loss":
@@ -212,9 +212,9 @@ def usual_first_loss(loss: ObservedLoss) -> float | None:
 
 
 def find_uneven_gradients(run: Observations) -> LostSignal | None:
-    """Return where gradients vanish or explode between the last and the first layer, or None."""
+    """Return where gradients vanish or explode from the last layer to the first one, or None."""
     for model in run.models:
-        # Only compare layers within a model, because layers of different models do not form a
+        # Compare layers only within a model, because layers of different models do not form a
         # chain.
         prefix = f"{model}." if len(run.models) > 1 else ""
         signal = _find_uneven_gradients_within(run, prefix)
@@ -226,7 +226,7 @@ def find_uneven_gradients(run: Observations) -> LostSignal | None:
 def _find_uneven_gradients_within(run: Observations, prefix: str) -> LostSignal | None:
     """Return where gradients vanish or explode in the model with this name prefix, or None.
 
-    Compares the size of the gradients of the first and the last matrix.
+    Compares the size of the gradients in the model's first and last matrix.
     """
     sizes = {
         name: layer.gradient_rms

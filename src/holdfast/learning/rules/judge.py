@@ -32,12 +32,12 @@ MODULES = (
 
 
 def learning_rules() -> Mapping[str, LearningRule]:
-    """Return all rules by id, in sorted order."""
+    """Return all rules, keyed and sorted by id."""
     return dict(sorted(REGISTERED.items()))
 
 
 def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[Finding]:
-    """Apply all rules of a tier, except ignored ones, and return their findings."""
+    """Apply all rules of a tier, except the ignored ones, and return their findings."""
     return [
         finding
         for rule in learning_rules().values()
@@ -46,12 +46,12 @@ def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[F
     ]
 
 
-# A finding is identified by its rule and place.
+# A finding is identified by its `rule` and `where`.
 _Key = tuple[str, str]
 
 
 class Findings:
-    """Collects the findings of a run, and remembers which of them were reported.
+    """Collects the findings of a run, and remembers which of them were already reported.
 
     Args:
         ignore: Ids of rules to skip.
@@ -59,16 +59,16 @@ class Findings:
 
     def __init__(self, ignore: Collection[str] = ()) -> None:
         self._ignore = ignore
-        # Once a contract has been violated, its finding is kept.
+        # Findings of contract rules. Once a contract has been violated, the finding is kept.
         self._contracts: dict[_Key, Finding] = {}
         # Only the most recent findings of window rules are kept, because earlier ones may have been
         # due to a slow start.
         self._windows: list[Finding] = []
-        # The findings that `take_fresh` has returned, in this or an earlier attempt.
+        # The keys of the findings that `take_fresh` has returned in this or an earlier attempt.
         self._reported: set[_Key] = set()
 
     def judge(self, run: Observations, *, windows: bool) -> None:
-        """Apply the contract rules and, if `windows` is True, the window rules to a run."""
+        """Apply the contract rules to a run's observations, and the window rules if `windows`."""
         for finding in judge(run, "contract", self._ignore):
             self._contracts.setdefault(_key(finding), finding)
         if windows:
@@ -79,21 +79,21 @@ class Findings:
         return in_order([*self._contracts.values(), *self._windows])
 
     def reported(self) -> list[Finding]:
-        """Return the findings, except those of rules that are only reported on request."""
+        """Return all findings except those that are reported only on request."""
         return [finding for finding in self.all() if not REGISTERED[finding.rule].on_request]
 
     def take_fresh(self) -> list[Finding]:
-        """Return the findings that this method has not yet returned."""
+        """Return the reported findings that no earlier call of this method has returned."""
         fresh = [finding for finding in self.reported() if _key(finding) not in self._reported]
         self._reported.update(_key(finding) for finding in fresh)
         return fresh
 
     def reported_keys(self) -> list[list[str]]:
-        """Return the rule and place of each finding returned by `take_fresh`, as plain data."""
+        """Return the key of each finding that `take_fresh` has returned, as plain data."""
         return sorted(list(key) for key in self._reported)
 
     def load_reported_keys(self, keys: Iterable[Iterable[str]]) -> None:
-        """Mark findings that were reported by an earlier process as returned."""
+        """Restore the result of `reported_keys`, so that these findings are not returned again."""
         self._reported = {(rule, where) for rule, where in keys}
 
 

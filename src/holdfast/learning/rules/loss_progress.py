@@ -1,9 +1,9 @@
 """`LossProgress`: determine from a run's losses whether the run makes progress.
 
-The level of a loss is only meaningful if the objective is to minimize one loss. Otherwise, the
-progress is ``"unknown"``. Thresholds alone produce false alarms on healthy runs: in a test on 23
-runs, all but one of the published thresholds did. Many rules therefore report a cause only if the
-run makes no progress.
+The level of a loss is meaningful only if the objective is to minimize one loss. Otherwise, the
+progress is ``"unknown"``. Rules that only compare a measurement with a threshold produce false
+alarms: in a test on 23 healthy runs, all but one of the published thresholds did. Many rules
+therefore report a cause only if the run makes no progress.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from holdfast.learning.observations import Observations, ObservedLoss
 
 ProgressState = Literal["unknown", "learning", "flat", "constant", "diverged"]
 
-# Minimum number of losses to evaluate a run.
+# Minimum number of losses for evaluating a run.
 MIN_LOSSES = 24
 # A run has learned nothing from its inputs if its loss is at least this share of the best constant
 # prediction's loss. For regression, 0.9 of the variance has been proposed, but on tasks with little
-# to learn, healthy runs only reach 0.95.
+# to learn, healthy runs reach only 0.95.
 NO_BETTER_THAN_CONSTANT = 0.97
-# The same threshold for a run whose loss is still falling.
+# The corresponding threshold for a run whose loss is still falling.
 NO_BETTER_ALTHOUGH_FALLING = 0.995
 # A run has learned little if its loss is at least this share of the best constant prediction's
 # loss.
@@ -34,13 +34,13 @@ LITTLE_LEARNT = 0.85
 DIVERGED_RATIO = 1.5
 # A loss is flat if it changes by less than this share of its initial value.
 FLAT_CHANGE = 0.02
-# Converts a median absolute deviation to the standard deviation of a normal distribution.
+# For a normal distribution, the standard deviation divided by the median absolute deviation.
 DEVIATION_OF_NORMAL = 1.4826
-# Minimum significant gain over the constant prediction: as a share of the constant's loss, and as a
-# multiple of the gain's standard error.
+# Minimum significant gain over the best constant prediction: as a share of the constant's loss, and
+# as a multiple of the gain's standard error.
 MIN_GAIN = 0.005
 GAIN_IN_ERRORS = 3
-# Minimum number of gains to estimate their standard error.
+# Minimum number of gains for estimating their standard error.
 MIN_GAINS = 10
 # If the loss of the best constant prediction is lower than this, there is nothing to learn.
 MIN_BASELINE = 1e-6
@@ -48,7 +48,7 @@ MIN_BASELINE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossProgress:
-    """How the loss of a run has developed.
+    """The development of a run's loss, from start to end.
 
     Args:
         state: ``"constant"`` means that the loss is no better than that of the best constant
@@ -56,7 +56,8 @@ class LossProgress:
             than at the start.
         start: Median of the first tenth of the losses.
         end: Median of the last quarter of the losses.
-        baseline: Loss of the best constant prediction, at the loss site that beats it most clearly.
+        baseline: Loss of the best constant prediction, at the loss site where the model beats it
+            most clearly.
         best: The model's loss at that site.
     """
 
@@ -83,21 +84,21 @@ class LossProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgainstConstant:
-    """The model's loss at a site, and the loss of the best constant prediction there."""
+    """The model's loss at a loss site, and the loss of the best constant prediction there."""
 
     loss: float
     baseline: float
 
 
 def measure_progress(run: Observations) -> LossProgress:
-    """Determine how the loss of a run has developed."""
+    """Determine from the losses of a run whether it makes progress."""
     losses = driving_losses(run)
     if len(losses) < MIN_LOSSES:
         return LossProgress(state="unknown")
     tail = newest_quarter(losses)
     start = median(losses[: max(5, len(losses) // 10)])
     end = median(tail)
-    # Robust estimate of the standard deviation at the end, which single outliers do not affect.
+    # A robust estimate of the losses' standard deviation at the end. Outliers do not affect it.
     noise = DEVIATION_OF_NORMAL * median([abs(loss - end) for loss in tail])
     has_diverged = start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise
     is_flat = abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise)
@@ -118,23 +119,23 @@ def measure_progress(run: Observations) -> LossProgress:
 
 
 def driving_losses(run: Observations) -> list[float]:
-    """Return the values of the loss that all optimizers share, or an empty list."""
+    """Return the losses that all optimizers share; empty if they do not share any."""
     histories = [optimizer.losses for optimizer in run.optimizers.values() if optimizer.losses]
     if run.objective != "minimize" or not histories:
         return []
-    # Optimizers that share a loss have equal histories. Adversaries have different ones.
+    # Optimizers that minimize the same loss have equal histories. Adversaries have different ones.
     if any(history != histories[0] for history in histories):
         return []
     return [loss for _, loss in histories[0]]
 
 
 def newest_quarter(values: Sequence[float]) -> Sequence[float]:
-    """Return the last quarter of the values, but at least the last ten."""
+    """Return the last quarter of the values, or the last ten if that is more."""
     return values[-max(10, len(values) // 4) :]
 
 
 def best_against_constant(run: Observations) -> AgainstConstant | None:
-    """Return the result at the loss site that beats its best constant most clearly, or None."""
+    """Return the losses at the site where the model beats the constant most clearly, or None."""
     sites = [
         AgainstConstant(loss=median(newest_quarter(loss.values)), baseline=loss.baseline)
         for loss in run.losses.values()
@@ -167,11 +168,13 @@ def still_falls(losses: list[float], noise: float) -> bool:
 
 
 def gains_over_constant(loss: ObservedLoss, min_gain: float) -> bool:
-    """Return whether the model beats the constant on the same batches in the last half of the run.
+    """Return whether the model beats the best constant prediction in the last half of the run.
+
+    Both losses are compared on the same batches.
 
     Args:
         loss: The observations of one loss site.
-        min_gain: Minimum mean gain that is significant.
+        min_gain: The smallest mean gain that is significant.
     """
     last_half = loss.gains[len(loss.gains) // 2 :]
     if len(last_half) < MIN_GAINS:

@@ -13,7 +13,7 @@ SIGMOID_LOSS = "binary_cross_entropy_with_logits"
 
 @rule("H831", tier="contract", severity="error", kind="cause", confidence=0.85)
 def optimizer_climbs(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The optimizer maximizes a loss that should be minimized."""
+    """Report an optimizer that maximizes a loss that should be minimized."""
     minimized = [loss for loss in run.losses.values() if _is_minimized(loss)]
     if not run.minimizes_one_loss or not minimized:
         return
@@ -32,9 +32,9 @@ def _is_minimized(loss: ObservedLoss) -> bool:
 
 @rule("H840", tier="contract", severity="error", kind="cause", confidence=0.9)
 def loss_with_a_minus_sign(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A loss enters the minimized objective with a minus sign."""
+    """Report a loss that enters the minimized objective with a minus sign."""
     if not run.minimizes_one_loss:
-        # Adversaries maximize each other's losses.
+        # Adversaries maximize each other's losses on purpose.
         return
     signed = {name: loss for name, loss in run.losses.items() if loss.signs}
     if any(1 in loss.signs for loss in signed.values()):
@@ -50,7 +50,7 @@ def loss_with_a_minus_sign(run: Observations, rule: LearningRule) -> Iterator[Fi
 
 @rule("H836", tier="contract", severity="error", kind="cause", confidence=0.95)
 def softmax_twice(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A loss that applies a softmax itself receives probabilities."""
+    """Report a loss function that applies a softmax itself but receives probabilities."""
     for name, loss in run.losses.items():
         if loss.function == SIGMOID_LOSS or not loss.always("softmax_input"):
             continue
@@ -64,7 +64,7 @@ def softmax_twice(run: Observations, rule: LearningRule) -> Iterator[Finding]:
 
 @rule("H837", tier="contract", severity="advice", kind="cause", confidence=0.85)
 def rectified_scores(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The model ends in a ReLU, so its scores cannot be negative."""
+    """Report a model that ends in a ReLU, so that its scores cannot be negative."""
     for name, loss in run.losses.items():
         if loss.always("relu_source"):
             message = f"the scores passed to {loss.function} come from a ReLU, so none are negative"
@@ -80,7 +80,7 @@ def rectified_scores(run: Observations, rule: LearningRule) -> Iterator[Finding]
 
 @rule("H838", tier="contract", severity="error", kind="cause", confidence=0.9)
 def activation_before_scores(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A loss that expects unbounded scores receives the output of a sigmoid, softmax or tanh."""
+    """Report a loss that expects unbounded scores but receives those of a bounded activation."""
     for name, loss in run.losses.items():
         if loss.always("sigmoid_source"):
             activation = "sigmoid"
@@ -100,9 +100,9 @@ def activation_before_scores(run: Observations, rule: LearningRule) -> Iterator[
 
 @rule("H839", tier="contract", severity="error", kind="cause", confidence=0.95)
 def not_log_probabilities(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A loss that expects log-probabilities receives something else."""
+    """Report a loss function that expects log-probabilities but receives something else."""
     for name, loss in run.losses.items():
-        # With a softmax over the wrong axis, rows do not sum to 1 either. H842 reports this case.
+        # After a softmax over the wrong axis, rows do not sum to 1 either. H842 reports that case.
         if loss.function not in ("nll_loss", "ctc_loss") or loss.always("batch_axis"):
             continue
         if loss.mostly("positive"):
@@ -125,7 +125,7 @@ def not_log_probabilities(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 @rule("H841", tier="contract", severity="error", kind="cause", confidence=0.95)
 def broadcast_targets(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Broadcasting pairs each prediction with every target."""
+    """Report shapes whose broadcasting pairs each prediction with every target."""
     for name, loss in run.losses.items():
         if not loss.always("broadcast"):
             continue
@@ -141,7 +141,7 @@ def broadcast_targets(run: Observations, rule: LearningRule) -> Iterator[Finding
 
 @rule("H842", tier="contract", severity="error", kind="cause", confidence=0.9)
 def softmax_over_batch(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The softmax before the loss is computed over the samples."""
+    """Report a softmax before the loss that is computed over the samples."""
     for name, loss in run.losses.items():
         if loss.always("batch_axis"):
             yield rule.finding(
@@ -154,7 +154,7 @@ def softmax_over_batch(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 @rule("H855", tier="contract", severity="error", kind="cause", confidence=0.85)
 def values_out_of_range(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Targets, predictions or scores are outside the range that a loss accepts."""
+    """Report targets, predictions or scores outside the range that a loss function accepts."""
     for name, loss in run.losses.items():
         if loss.mostly("target_out_of_range"):
             binary = loss.function.startswith("binary")

@@ -1,4 +1,4 @@
-"""Contract rules about models: which parameters learn, their initial values, the training mode."""
+"""Contract rules about models: parameters that do not learn, identical units and wrong modes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Number of steps after which missing gradients are reported.
+# Number of steps after which parameters in the wrong place are reported: trainable ones outside all
+# optimizers, and foreign or frozen ones in an optimizer.
 SETTLED_STEPS = 3
 # H813 reports after this many consecutive sampled steps without any gradients.
 NO_GRADIENT_STEPS = 10
@@ -21,13 +22,13 @@ SYMMETRIC_AFTER_MOVES = 5
 # share of them, were in evaluation mode.
 EVAL_STEPS = 5
 EVAL_SHARE = 0.1
-# Minimum number of evaluations to report that they run in training mode.
+# Minimum number of evaluations before reporting that they run in training mode.
 MIN_VALIDATIONS = 2
 
 
 @rule("H808", tier="contract", severity="note", kind="cause", confidence=0.8)
 def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Trainable parameters are not in any optimizer."""
+    """Report trainable parameters that are not in any optimizer."""
     if run.steps < SETTLED_STEPS:
         return
     if run.strays:
@@ -54,10 +55,10 @@ def parameters_in_no_optimizer(run: Observations, rule: LearningRule) -> Iterato
 
 
 def _is_forgotten(model: ObservedModel) -> bool:
-    """Return whether parameters that are not in any optimizer get gradients that are not used.
+    """Return whether parameters outside all optimizers get gradients that nothing uses.
 
-    If no parameter is in an optimizer, or any of these parameters has changed, an unobserved
-    optimizer may be training them.
+    Returns False if all of the model's parameters are outside or any of those outside has changed,
+    because an unobserved optimizer may then be training them.
     """
     if model.outside_weights >= model.weights or model.outside_changed:
         return False
@@ -66,10 +67,10 @@ def _is_forgotten(model: ObservedModel) -> bool:
 
 @rule("H809", tier="contract", severity="error", kind="cause", confidence=0.95)
 def optimizer_of_other_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The optimizer has parameters that the model does not have."""
+    """Report an optimizer with parameters that the model does not have."""
     for name, optimizer in run.optimizers.items():
-        # Parameters that were removed from the model are proof. Other foreign parameters may belong
-        # to an unobserved model.
+        # Parameters that were removed from the model are proof of this mistake. Other foreign
+        # parameters may be those of an unobserved model.
         if not (optimizer.replaced or _foreign_get_no_gradient(run, optimizer)):
             continue
         is_certain = optimizer.replaced or optimizer.foreign == optimizer.tensors
@@ -84,7 +85,7 @@ def optimizer_of_other_parameters(run: Observations, rule: LearningRule) -> Iter
 
 
 def _foreign_get_no_gradient(run: Observations, optimizer: ObservedOptimizer) -> bool:
-    """Return whether the optimizer has foreign parameters and none of them gets a gradient."""
+    """Return whether the optimizer has parameters of no model, and none of them gets a gradient."""
     if optimizer.observed < SETTLED_STEPS or run.backwards < SETTLED_STEPS:
         return False
     return optimizer.foreign > 0 and optimizer.foreign_with_gradient == 0
@@ -92,7 +93,7 @@ def _foreign_get_no_gradient(run: Observations, optimizer: ObservedOptimizer) ->
 
 @rule("H810", tier="contract", severity="error", kind="cause", confidence=0.95)
 def only_frozen_parameters(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Every parameter in the optimizer is frozen."""
+    """Report an optimizer whose parameters are all frozen."""
     for name, optimizer in run.optimizers.items():
         if optimizer.tensors == 0 or optimizer.frozen < optimizer.tensors:
             continue
@@ -106,7 +107,7 @@ def only_frozen_parameters(run: Observations, rule: LearningRule) -> Iterator[Fi
 
 
 def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
-    # Freezing one network for a while is fine, so only report an optimizer that never had a
+    # Freezing a network for a while is fine, so an optimizer is reported only if it never had a
     # gradient.
     if optimizer.with_gradient_steps:
         return False
@@ -115,7 +116,7 @@ def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
 
 @rule("H814", tier="contract", severity="note", kind="cause", confidence=0.4)
 def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Some of the optimizer's parameters never get a gradient."""
+    """Report parameters that are in an optimizer but never get a gradient."""
     if any(
         optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
     ):
@@ -125,8 +126,8 @@ def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterat
         if not model.never_gradient_count:
             continue
         share = model.never_gradient_weights / max(1, model.weights)
-        # If the graph is cut, the first layer gets no gradient. With an unused expert or head, it
-        # still does.
+        # If the autograd graph is cut, the first layer gets no gradient. If only an expert or a
+        # head is unused, it does get one.
         cut = model.never_gradient_first or share > 0.5
         parameters = counted(model.never_gradient_count, "parameter")
         yield rule.finding(
@@ -142,7 +143,7 @@ def parameters_without_gradient(run: Observations, rule: LearningRule) -> Iterat
 
 @rule("H822", tier="contract", severity="error", kind="cause", confidence=0.95)
 def identical_units(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """All units of a layer are identical and stay identical."""
+    """Report a layer whose units are all identical and stay identical."""
     moved = any(optimizer.moved >= SYMMETRIC_AFTER_MOVES for optimizer in run.optimizers.values())
     if not moved or run.steps < SYMMETRIC_AFTER_STEPS:
         return
@@ -159,7 +160,7 @@ def identical_units(run: Observations, rule: LearningRule) -> Iterator[Finding]:
 
 @rule("H834", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def wrong_mode(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A model trains in evaluation mode, or is evaluated in training mode."""
+    """Report a model that trains in evaluation mode or is evaluated in training mode."""
     for name, model in run.models.items():
         modules = ", ".join(model.mode_dependent)
         if model.eval_steps >= EVAL_STEPS and model.eval_steps > EVAL_SHARE * model.observed:

@@ -15,7 +15,7 @@ MAX_NAMES = 5
 
 @rule("H801", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def nonfinite_loss(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A loss was NaN or Inf."""
+    """Report losses that were NaN or Inf."""
     for name, optimizer in run.optimizers.items():
         if optimizer.nonfinite_losses:
             steps = counted(optimizer.nonfinite_losses, "observed step")
@@ -30,7 +30,7 @@ def nonfinite_loss(run: Observations, rule: LearningRule) -> Iterator[Finding]:
 
 @rule("H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The optimizer stepped with NaN or Inf in a gradient."""
+    """Report an optimizer that stepped with NaN or Inf in a gradient."""
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
             continue
@@ -48,7 +48,7 @@ def nonfinite_gradient(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 @rule("H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def nonfinite_weights(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Weights or running statistics contain NaN or Inf."""
+    """Report weights and running statistics that contain NaN or Inf."""
     names = [name for name, layer in run.layers.items() if layer.nonfinite]
     for model in run.models.values():
         names += model.nonfinite_buffers
@@ -62,7 +62,7 @@ def nonfinite_weights(run: Observations, rule: LearningRule) -> Iterator[Finding
 
 @rule("H806", tier="contract", severity="error", kind="cause", confidence=0.9)
 def nonfinite_input(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A batch contained NaN or Inf."""
+    """Report batches that contained NaN or Inf."""
     for name, inputs in run.inputs.items():
         if inputs.nonfinite:
             yield rule.finding(
@@ -71,6 +71,6 @@ def nonfinite_input(run: Observations, rule: LearningRule) -> Iterator[Finding]:
                 "find and drop the affected samples. With Policy(drop_nonfinite_samples=True), a"
                 " guard drops them from the batch.",
                 name,
-                # The model may handle missing values itself.
+                # Without NaN or Inf elsewhere, the model probably handles missing values itself.
                 severity="error" if run.had_nonfinite else "note",
             )

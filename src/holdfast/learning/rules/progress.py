@@ -1,4 +1,4 @@
-"""Window rules about progress: nothing learned, divergence, overfitting, attention, adversaries."""
+"""Window rules about a lack of progress, divergence, overfitting, attention and adversaries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOST_RISE = 3
 
 @rule("H828", tier="window", severity="advice", kind="symptom", confidence=0.85, on_request=True)
 def no_better_than_constant(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The model is no better than a constant prediction."""
+    """Report a model that is no better than a constant prediction."""
     progress = measure_progress(run)
     if progress.state == "constant" and run.steps >= MIN_STEPS:
         yield rule.finding(
@@ -52,7 +52,7 @@ def no_better_than_constant(run: Observations, rule: LearningRule) -> Iterator[F
 
 @rule("H826", tier="window", severity="advice", kind="symptom", confidence=0.5, on_request=True)
 def loss_rose(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The loss is far above its initial value."""
+    """Report a loss that is far above its initial value."""
     progress = measure_progress(run)
     if progress.state == "diverged":
         yield rule.finding(
@@ -63,7 +63,7 @@ def loss_rose(run: Observations, rule: LearningRule) -> Iterator[Finding]:
 
 @rule("H833", tier="window", severity="advice", kind="cause", confidence=0.85)
 def overfitting(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The validation loss rises while the training loss falls."""
+    """Report a validation loss that rises while the training loss falls."""
     if len(run.validations) < MIN_VALIDATIONS or run.objective != "minimize":
         return
     losses = [validation for _, _, validation in run.validations]
@@ -92,7 +92,7 @@ def _rises_after(best: int, losses: list[float]) -> bool:
 
 @rule("H852", tier="window", severity="advice", kind="symptom", confidence=0.8)
 def attention_not_aligned(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The attention of a speech synthesis model is not aligned."""
+    """Report attention of a speech synthesis model that is not aligned."""
     alignment = run.alignment
     if alignment is None or alignment["utterances"] < MIN_UTTERANCES:
         return
@@ -113,7 +113,7 @@ def attention_not_aligned(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 @rule("H853", tier="window", severity="advice", kind="symptom", confidence=0.75)
 def player_has_won(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """One of two adversaries has won, so the other can no longer learn."""
+    """Report an adversary that has won, so that its opponent can no longer learn."""
     if run.objective != "adversarial":
         return
     for winner, won in run.optimizers.items():
@@ -147,7 +147,7 @@ def _has_won(player: ObservedOptimizer) -> bool:
 
 
 def _has_lost(player: ObservedOptimizer) -> bool:
-    """Return whether an adversary's gradient has vanished or its loss has risen a lot."""
+    """Return whether an adversary's gradient has almost vanished or its loss has risen sharply."""
     losses = _losses_of(player)
     if min(len(losses), len(player.gradient_norms)) < MIN_PLAYED:
         return False
@@ -160,6 +160,6 @@ def _has_lost(player: ObservedOptimizer) -> bool:
 
 
 def _remaining_gradient(player: ObservedOptimizer) -> float:
-    """Return the median of the last gradient norms relative to the first ones."""
+    """Return the median of the newest gradient norms divided by the median of the first ones."""
     first = median(player.gradient_norms[:FIRST_PLAYED])
     return median(player.gradient_norms[-NEWEST_PLAYED:]) / first if first else 1.0

@@ -3,12 +3,12 @@
 A rule is a pure function from `Observations` to findings. *Contract* rules are exact, because a run
 either violates a contract or does not. They are applied from the first steps on. *Window* rules are
 statistical. They are applied at long intervals and at the end of the run (see `sampling`). A rule
-reports nothing if its measurements are missing. ``explain/learning_rules.md`` has a page about each
-rule.
+reports nothing if the measurements that it needs are missing. ``explain/learning_rules.md`` has a
+page about each rule.
 
 A rule is kept if it checks a contract, or if 95% of its reports were correct for programs that were
-not used to develop the rule. A window rule that reported a healthy program is only reported on
-request (`Guard.diagnose`, `Watch.diagnose`).
+not used to develop the rule. The findings of a window rule that has reported a healthy program are
+shown only on request (`Guard.diagnose`, `Watch.diagnose`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LearningRule:
         severity: Default severity of its findings.
         kind: Whether the rule reports a cause or a symptom.
         confidence: Default confidence of its findings.
-        on_request: Whether its findings are only reported by `Guard.diagnose` and `Watch.diagnose`.
-        check: The function that yields the findings for a run.
+        on_request: Whether its findings are reported only by `Guard.diagnose` and `Watch.diagnose`.
+        check: The function that yields the findings, given a run's observations and this rule.
     """
 
     id: str
@@ -62,7 +62,7 @@ class LearningRule:
         severity: Severity | None = None,
         confidence: float | None = None,
     ) -> Finding:
-        """Create a finding with this rule's id and defaults."""
+        """Create a finding with this rule's id, and with its default severity and confidence."""
         return Finding(
             rule=self.id,
             severity=severity or self.severity,
@@ -80,7 +80,7 @@ REGISTERED: dict[str, LearningRule] = {}
 
 
 def rule(
-    id: str,  # noqa: A002 - the usual name
+    id: str,  # noqa: A002 - `id` is the name of the field in `LearningRule`
     *,
     tier: Tier,
     severity: Severity,
@@ -88,7 +88,7 @@ def rule(
     confidence: float,
     on_request: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule. For the arguments, see `LearningRule`."""
+    """Return a decorator that registers a rule's check. For the arguments, see `LearningRule`."""
     assert id not in RETIRED
     assert id not in REGISTERED
 

@@ -1,4 +1,4 @@
-"""Rules about learning rate schedules: stepped at the wrong times, or over too soon."""
+"""Rules about learning rate schedules that are stepped at the wrong times or end too early."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedOptimizer, ObservedScheduler
 from holdfast.learning.rules.registry import LearningRule, rule
 
-# Minimum number of steps to evaluate how a scheduler is stepped.
+# Minimum number of steps for evaluating how a scheduler is stepped.
 MIN_STEPS = 20
-# Minimum number of steps in a run to evaluate the schedule as a whole.
+# Minimum number of steps in a run for evaluating the schedule as a whole.
 MIN_STEPS_OF_A_RUN = 50
 # After this share of the planned steps, a learning rate of 0 is considered intended.
 INTENDED_END = 0.9
 # Before that point, this many consecutive steps with a learning rate of 0 are too many.
 STEPS_WITHOUT_RATE = 10
-# Maximum share of steps at the end of a run with a learning rate of 0, and with a low rate (less
-# than a thousandth of the largest rate).
+# Maximum share of a run's steps, at its end, that may have a learning rate of 0. The second limit
+# is for a low rate (below a thousandth of the largest rate).
 LOST_WITHOUT_RATE = 0.15
 LOST_WITH_LOW_RATE = 0.5
-# Maximum share of steps with a low rate, if the scheduler's period explains the low rate.
+# The corresponding limit for a low rate that is explained by the scheduler's period.
 LOST_BY_PERIOD = 0.2
 # A scheduler that completes more than this many periods in a run is stepped in the wrong unit.
 MAX_PERIODS = 3
@@ -31,7 +31,7 @@ MIN_ADVANCES = 3
 
 @rule("H819", tier="contract", severity="advice", kind="cause", confidence=0.85)
 def learning_rate_gone(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """The learning rate falls to practically 0 long before the end."""
+    """Report a learning rate that falls to practically 0 long before the end of the run."""
     for name, optimizer in run.optimizers.items():
         if not (_is_gone_early(run, optimizer) or _was_gone_at_end(run, optimizer)):
             continue
@@ -65,10 +65,10 @@ def _was_gone_at_end(run: Observations, optimizer: ObservedOptimizer) -> bool:
 
 @rule("H820", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def scheduler_out_of_step(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """A scheduler is stepped at the wrong times."""
+    """Report a scheduler that is stepped at the wrong times."""
     for name, scheduler in run.schedulers.items():
         if scheduler.kind == "ReduceLROnPlateau":
-            # H854 covers this scheduler.
+            # H854 covers ReduceLROnPlateau.
             continue
         fault = find_scheduler_fault(run, scheduler)
         if fault is not None:
@@ -81,7 +81,7 @@ def scheduler_out_of_step(run: Observations, rule: LearningRule) -> Iterator[Fin
 
 
 def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str | None:
-    """Describe how a scheduler is stepped at the wrong times, or return None if it is not."""
+    """Return how a scheduler is stepped at the wrong times; None if its times seem right."""
     if scheduler.before_first > 0 and scheduler.advanced_once >= MIN_ADVANCES:
         return (
             "it is stepped before the first optimizer step, so the first learning rate is never"
@@ -90,8 +90,8 @@ def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str
     steps = scheduler.optimizer_steps
     if steps >= MIN_STEPS and scheduler.advanced_several > 0.5 * steps:
         return "it is stepped several times per optimizer step"
-    # A cosine schedule rises again, so its learning rate does not show that the period is too
-    # short.
+    # After its period, a cosine schedule rises again. A period that is too short is therefore not
+    # visible as a low learning rate.
     lost_rate = scheduler.kind == "CosineAnnealingLR" or _has_faded(run)
     if lost_rate and _passes_many_periods(scheduler):
         return (
@@ -119,7 +119,7 @@ def _has_faded(run: Observations) -> bool:
 
 @rule("H854", tier="contract", severity="advice", kind="cause", confidence=0.9)
 def plateau_on_batch_losses(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """ReduceLROnPlateau receives the loss of each batch."""
+    """Report a ReduceLROnPlateau scheduler that receives the loss of each batch."""
     for name, scheduler in run.schedulers.items():
         advanced = scheduler.advanced_once + scheduler.advanced_several
         if scheduler.kind != "ReduceLROnPlateau" or advanced < MIN_STEPS:

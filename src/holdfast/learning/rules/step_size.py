@@ -1,4 +1,4 @@
-"""Window rules about step size: learning rates that are too high or too low, and weight decay."""
+"""Window rules about learning rates that are too high or too low, and about weight decay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHRUNKEN = 0.2
 
 @rule("H825", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_high(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Updates were so large that the loss blew up."""
+    """Report updates that were so large that the loss blew up."""
     # The largest early update of each matrix, relative to the norm of the matrix.
     update_ratios = [
         layer.largest_ratio
@@ -71,10 +71,10 @@ def has_blown_up(run: Observations, progress: LossProgress) -> bool:
 
 
 def is_worse_than_constant(progress: LossProgress) -> bool:
-    """Return whether the loss is higher than that of the best constant prediction.
+    """Return whether the loss is clearly higher than that of the best constant prediction.
 
-    A model that cannot learn a task ends up predicting the constant. A model only does worse than
-    that if its updates are too large.
+    A model that cannot learn a task ends up predicting the best constant. A model does even worse
+    only if its updates are too large.
     """
     if progress.baseline is None or progress.best is None:
         return False
@@ -83,11 +83,11 @@ def is_worse_than_constant(progress: LossProgress) -> bool:
 
 @rule("H824", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_low(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Even all steps together cannot change the weights enough to learn anything."""
+    """Report steps so small that even all of them together cannot change the weights enough."""
     if run.steps < MIN_STEPS or measure_progress(run).state not in ("flat", "constant"):
         return
     if not all_matrices_have_gradients(run):
-        # The cause is missing gradients, not the learning rate.
+        # If gradients are missing, they are the cause, and not the learning rate.
         return
     step = longest_step(run)
     if step is None or all(optimizer.largest_lr == 0 for optimizer in run.optimizers.values()):
@@ -116,7 +116,7 @@ def longest_step(run: Observations) -> float | None:
 
 
 def all_matrices_have_gradients(run: Observations) -> bool:
-    """Return whether every matrix has a nonzero gradient in at least half of its steps."""
+    """Return whether at least half of each matrix's gradients are not exactly 0."""
     return all(
         layer.zero_gradient <= 0.5 * layer.with_gradient
         for layer in run.layers.values()
@@ -126,12 +126,12 @@ def all_matrices_have_gradients(run: Observations) -> bool:
 
 @rule("H858", tier="window", severity="advice", kind="cause", confidence=0.85)
 def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Finding]:
-    """Weight decay shrinks the weights faster than they learn."""
+    """Report a weight decay that shrinks the weights faster than they learn."""
     remaining = remaining_share(run)
     for name, optimizer in run.optimizers.items():
         decay = optimizer.weight_decay
         # The share of the weights that the decay removes per step. It is unknown for Adam, which
-        # also divides the decay by the size of the gradient.
+        # divides the decay term by the size of the gradient as well.
         taken = 0.0
         if optimizer.kind in ("AdamW", "SGD"):
             taken = decay * optimizer.largest_lr
@@ -146,7 +146,7 @@ def weights_decay_away(run: Observations, rule: LearningRule) -> Iterator[Findin
 
 
 def remaining_share(run: Observations) -> float:
-    """Return the size of the matrices relative to their initial size (median over matrices)."""
+    """Return the median, over all matrices, of a matrix's size relative to its initial size."""
     shares = [
         layer.last_weight_rms / layer.first_weight_rms
         for layer in run.layers.values()

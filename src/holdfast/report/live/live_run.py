@@ -1,4 +1,4 @@
-"""`LiveRun`: a snapshot of a run for the live view. ``watching.Watched`` fills it in."""
+"""`LiveRun`: a snapshot of a run for the live view, created by ``watching.Watched``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 class LiveRun(RunSnapshot):
     """The state of a run at one moment, as the live view shows it.
 
-    It contains only the newest events, and only the processes of the newest attempt, trainers
-    first. Paths in `guards` have their symbolic links resolved.
+    The snapshot contains only the newest events and only the processes of the newest attempt,
+    trainers first. In the paths in `guards`, symbolic links are resolved.
 
     Args:
         state: Whether the run is running, waiting to restart, or has ended.
         now: Unix time of the snapshot.
         newest: Unix time of the newest record.
-        outlook: Progress of the run and time left, as a sentence.
+        outlook: The progress of the run and the time left, in words.
         scalars: The newest value of each logged name; the most recently logged comes last.
         news: New records of each source since the previous snapshot.
     """

@@ -1,6 +1,6 @@
-"""Describe the progress of a run: epoch, step, time left and throughput.
+"""Describe the progress of a run in words: epoch, step, time left and throughput.
 
-The numbers come from events that a guard's training loop records.
+The lengths of epochs and of the run come from events that a guard's training loop records.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NO_GUARD = "epoch, total, time left and samples/s are unknown: no Guard records 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgress:
-    """The position of a guard's training loop, and its length as far as its events show it.
+    """The position of a guard's training loop, and its length as far as events have shown it.
 
     Args:
         since: Unix time at which the loop started.
         step: Optimizer step of the run at the newest event.
         epochs: Number of epochs completed at the newest event.
-        max_epochs: Epochs after which the loop ends; None without such a limit.
-        max_steps: Optimizer steps after which the loop ends; None without such a limit.
+        max_epochs: Number of epochs after which the loop ends; None without such a limit.
+        max_steps: Optimizer step after which the loop ends; None without such a limit.
         epoch_steps: Optimizer steps per epoch; 0 until an epoch has ended.
         epoch_batches: Batches per epoch.
         batch_size: Samples per batch; 0 if unknown.
@@ -52,7 +52,7 @@ class LoopProgress:
         return min(totals, default=None)
 
     def epoch_at(self, step: int) -> int:
-        """Return the number of the epoch, from 1, to which a step belongs."""
+        """Return the number of the epoch that contains a step, counted from 1."""
         epoch = self.epochs + 1
         if self.epoch_steps:
             epoch += max(0, step - self.step) // self.epoch_steps
@@ -60,11 +60,11 @@ class LoopProgress:
 
 
 def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress | None:
-    """Return the progress after an event. Events that are unrelated to progress do not change it.
+    """Return a loop's progress after an event. An event unrelated to progress does not change it.
 
     Args:
         event: An event of a guard, of any kind.
-        previous: The progress before the event, if any.
+        previous: The progress before the event, or None before the loop has started.
     """
     if event.kind == "loop":
         return LoopProgress(
@@ -83,14 +83,14 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
             "epoch_batches": _count(event, "batches"),
             "batch_size": _count(event, "batch_size"),
         }
-        # If the event lacks a number, keep the number from the previous epoch.
+        # If the event lacks a number, keep the one from the previous epoch.
         known_counts = {name: count for name, count in counts.items() if count is not None}
         return replace(previous, step=event.global_step, **known_counts)
     return previous
 
 
 def _count(event: Event, name: str) -> int | None:
-    """Return a field of an event, or None if it is not a count, as in a damaged recording."""
+    """Return a field of an event, or None if it is not a count because the record is damaged."""
     value = event.data.get(name)
     return value if type(value) is int and value >= 0 else None
 
@@ -98,12 +98,12 @@ def _count(event: Event, name: str) -> int | None:
 def describe_outlook(
     progress: LoopProgress, samples: Sequence[StepSample], *, now: float, ranks: int
 ) -> str:
-    """Describe the progress of a loop as a sentence, which also names unknown quantities.
+    """Return the progress of a loop in words, beginning for example with "epoch 2 of 5, step 300".
 
     Args:
         progress: The recorded progress of the loop.
         samples: The newest steps of the loop's process, oldest first.
-        now: Unix time.
+        now: The current Unix time.
         ranks: Number of processes that train together.
     """
     of_loop = [sample for sample in samples if sample.unix_seconds >= progress.since]

@@ -1,4 +1,4 @@
-"""`RecentRecords`: the newest records of a run, limited to the number that the live view shows."""
+"""`RecentRecords`: the newest records of a run, as many as the live view can show."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RecentRecords:
     """The newest records of a run.
 
     Attributes:
-        samples: Samples of steps, oldest first, by directory of the source.
+        samples: Samples of steps, oldest first, keyed by the directory of their source.
         events: Events of all sources, oldest first.
         scalars: The newest value of each name; the most recently logged comes last.
-        loops: Progress of each guard's loop, by the guard's directory.
+        loops: Progress of each guard's training loop, keyed by the guard's directory.
         supervisor_event: Kind of the supervisor's newest event; empty if there is none.
         attempt: Number of the newest attempt.
         newest: Unix time of the newest record; 0 if there is none.
@@ -53,8 +53,8 @@ class RecentRecords:
         """Add the records that are new since the previous poll.
 
         Args:
-            all_news: New records of the sources that have any.
-            sources: All sources, with and without new records.
+            all_news: The new records of each source that has any.
+            sources: All sources, including those without new records.
         """
         for source in sources:
             self.attempt = max(self.attempt, source.attempt)
@@ -75,7 +75,7 @@ class RecentRecords:
 
     def _add_scalars(self, scalars: Sequence[Scalar]) -> None:
         for scalar in scalars:
-            # Remove the name first, so that its newest value ends up last.
+            # Remove the old value first, because updating a key would not move it to the end.
             self.scalars.pop(scalar.name, None)
             self.scalars[scalar.name] = scalar
         self.scalars = dict(list(self.scalars.items())[-_KEPT_SCALARS:])
@@ -91,7 +91,7 @@ class RecentRecords:
         for recorded in news.events:
             self.supervisor_event = recorded.event.kind
             attempt = recorded.event.data.get("attempt")
-            # A restart event only announces the next attempt.
+            # A restart event contains the number of the next attempt, which has not started yet.
             if isinstance(attempt, int) and recorded.event.kind != "restart":
                 self.attempt = max(self.attempt, attempt)
 

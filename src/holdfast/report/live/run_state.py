@@ -1,6 +1,6 @@
-"""Decide from outside whether a run is running, waiting to restart, or has ended.
+"""Decide from outside whether a run is running, is waiting to restart, or has ended.
 
-``watching`` collects the signs, and a table of rules makes the decision.
+``watching`` collects what can be observed, and a table of rules makes the decision.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from typing import Literal, TypeAlias
 
 RunState = Literal["running", "waits to restart", "ended"]
 
-# If a run's lock is free and its processes are gone, the run counts as ended only after this long
-# without a new record, because a process that has just started may not have recorded anything yet.
+# If a run's lock is free and its processes no longer exist, the run counts as ended only if no
+# record has been written for this long, because a process that has just started may not have
+# recorded anything yet.
 SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSigns:
-    """Signs of activity of a run that can be observed from outside.
+    """What can be observed from outside about the activity of a run.
 
     Args:
         supervisor_event: Kind of the supervisor's newest event; empty if there is none.
         lock_is_held: Whether a supervisor holds the lock of the run; None if unknown.
         supervisor_is_lost: Whether the supervisor was killed.
         processes_alive: Whether each process is alive; None for a process on another machine.
-        closed: Whether the newest event says that a guard closed the run.
-        silent_seconds: Time since the last sign of life, or since watching began.
+        closed: Whether the newest event is that a guard has closed the run.
+        silent_seconds: Time since the last sign of life or, if there was none, since watching
+            began.
     """
 
     supervisor_event: str
@@ -43,7 +45,7 @@ class RunSigns:
 
 
 def decide_state(signs: RunSigns) -> RunState:
-    """Return the state from the first rule in `RULES` that returns one, or "running"."""
+    """Return the state that the first applicable rule in `RULES` returns; by default "running"."""
     for rule in RULES:
         state = rule(signs)
         if state is not None:
@@ -55,33 +57,33 @@ StateRule: TypeAlias = Callable[[RunSigns], RunState | None]
 
 
 def supervisor_waits_to_restart(signs: RunSigns) -> RunState | None:
-    """Between attempts no process is running, but the supervisor has announced a restart."""
+    """Return "waits to restart" if a supervisor that may be alive has announced a restart."""
     if signs.supervisor_event == "restart" and signs.lock_is_held is not False:
         return "waits to restart"
     return None
 
 
 def supervisor_or_process_is_alive(signs: RunSigns) -> RunState | None:
-    """A live supervisor or a live process means that the run is running."""
+    """Return "running" if the supervisor or a process is known to be alive."""
     return "running" if signs.of_life else None
 
 
 def processes_are_elsewhere(signs: RunSigns) -> RunState | None:
-    """Processes on another machine cannot be checked, so they count as running."""
+    """Return "running" if a process is on another machine, so that it cannot be checked."""
     if None in signs.processes_alive and not signs.supervisor_is_lost:
         return "running"
     return None
 
 
 def end_was_recorded(signs: RunSigns) -> RunState | None:
-    """A run has ended if that was recorded, or if the supervisor was killed."""
+    """Return "ended" if the end of the run was recorded or the supervisor was killed."""
     if signs.supervisor_event == "stopped" or signs.supervisor_is_lost or signs.closed:
         return "ended"
     return None
 
 
 def silent_for_too_long(signs: RunSigns) -> RunState | None:
-    """After a long silence, assume that all processes were killed, so none recorded the end."""
+    """Return "ended" after a long silence, assuming that all processes were killed."""
     was_seen = bool(signs.processes_alive or signs.supervisor_event)
     return "ended" if was_seen and signs.silent_seconds >= SILENT_SECONDS else None
 

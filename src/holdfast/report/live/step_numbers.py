@@ -1,4 +1,4 @@
-"""Compute the numbers that the live view shows for a process from its newest steps."""
+"""Compute, from a process's newest steps, the numbers that the live view shows for it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from holdfast.report.sources import RunSource
 
 
 def newest_step(standing: Standing | None, samples: Sequence[StepSample]) -> int:
-    """Return the current step from the process's board or, without a board, its newest sample."""
+    """Return a process's current step, from its progress board or else from its newest sample."""
     if standing is not None and standing.step:
         return standing.step
     return samples[-1].step if samples else 0
 
 
 def steps_per_second(samples: Sequence[StepSample], now: float | None) -> float:
-    """Return the rate of the newest steps in steps per second; NaN if unknown.
+    """Return the mean rate of the newest steps in steps per second; NaN if unknown.
 
-    The rate of a live process decreases when it has been silent for longer than two steps.
+    If a live process has recorded nothing for longer than two steps usually take, that time is
+    included, so the rate decreases.
 
     Args:
         samples: Samples of a process, oldest first.
-        now: Unix time; None if the process has ended.
+        now: The current Unix time; None if the process has ended.
     """
     newest = [sample for sample in samples[-RATE_SAMPLES:] if sample.seconds > 0]
     seconds = math.fsum(sample.seconds for sample in newest)
@@ -41,7 +42,7 @@ def steps_per_second(samples: Sequence[StepSample], now: float | None) -> float:
 
 
 def with_numbers(process: ProcessSnapshot, samples: Sequence[StepSample]) -> ProcessSnapshot:
-    """Return a copy of the snapshot with the numbers of the newest steps filled in."""
+    """Return a copy of a snapshot with the fields that are computed from the newest steps."""
     losses = tuple(sample.loss for sample in samples if sample.loss is not None)
     return replace(
         process,
@@ -58,7 +59,7 @@ def with_numbers(process: ProcessSnapshot, samples: Sequence[StepSample]) -> Pro
 def by_optimizer(
     process: ProcessSnapshot, source: RunSource, samples: Sequence[StepSample]
 ) -> tuple[ProcessSnapshot, ...]:
-    """Return one snapshot per optimizer that has stepped; empty with a single optimizer."""
+    """Return one snapshot per optimizer that has stepped; empty if there is only one optimizer."""
     names = read_optimizers(source.directory)
     if len(names) < 2:
         return ()
@@ -72,7 +73,7 @@ def by_optimizer(
 
 
 def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
-    """Return the newest value of a number that is not recorded at every step, or None."""
+    """Return the newest known value of a field that is None at some steps, or None."""
     for sample in reversed(samples):
         value: float | None = getattr(sample, name)
         if value is not None:
@@ -81,7 +82,7 @@ def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
 
 
 def _newest_size(samples: Sequence[StepSample], name: str) -> int:
-    """Return the newest value of a size, which is 0 at steps without a reading."""
+    """Return the newest known value of a size that is 0 at steps without a reading, or 0."""
     for sample in reversed(samples):
         size: int = getattr(sample, name)
         if size:

@@ -110,7 +110,7 @@ def _size(size_bytes: int) -> Text:
 
 
 def _number(value: float | None, digits: int) -> Text:
-    """Format a number; empty if it is unknown, red if it is not finite."""
+    """Return a number as text, which is empty if it is unknown and red if it is not finite."""
     if value is None:
         return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
@@ -204,7 +204,7 @@ def training_columns(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of at most `width` characters, each of which is the mean of several values.
+    """Return a sparkline of at most `width` characters, each for the mean of several values.
 
     The character "x" means that none of these values is finite.
     """
@@ -222,9 +222,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _means_of_groups(values: Sequence[float], groups: int) -> list[float]:
-    """Cut values into consecutive groups, and return the mean of the finite values of each.
+    """Split values into consecutive groups, and return the mean of each group's finite values.
 
-    A group without finite values yields NaN.
+    The mean of a group without finite values is NaN.
     """
     means = []
     for number in range(groups):

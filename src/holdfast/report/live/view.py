@@ -31,11 +31,11 @@ from holdfast.report.live.watching import Runs, Watched
 from holdfast.report.run_snapshot import ProcessSnapshot
 from holdfast.report.verdicts import how_sure, tone
 
-# One run or several runs.
+# A snapshot of one run, or the snapshots of several runs.
 LiveRuns: TypeAlias = LiveRun | tuple[LiveRun, ...]
 
-# The panels between which keys switch. "all" shows a few rows of each table, and each other panel
-# shows all rows of one table.
+# The panels between which the user switches by pressing keys. "all" shows a few rows of each table,
+# and each of the other panels shows all rows of one table.
 PANELS = ("all", "processes", "training", "events")
 REFRESH_SECONDS = 0.5
 
@@ -48,7 +48,7 @@ _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow"
 
 
 def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], object]) -> LiveRuns:
-    """Show runs in a terminal until they end, and return the last snapshots.
+    """Show runs in a terminal until all of them have ended, and return the last snapshots.
 
     Args:
         watched: One run, or all runs in a directory.
@@ -84,7 +84,8 @@ def draw(snapshots: LiveRuns, width: int, panel: str = "") -> RenderableType:
     Args:
         snapshots: The run or runs to draw.
         width: Width of the terminal in columns.
-        panel: One of `PANELS`. If it is empty, the view is printed once, without a hint about keys.
+        panel: One of `PANELS`. If it is empty, the view shows all tables but no hint about keys,
+            because it is printed only once.
     """
     if isinstance(snapshots, tuple):
         return make_table(snapshots, RUN_COLUMNS)
@@ -101,14 +102,15 @@ class _View:
     panel: str
 
     def shows(self, panel: str) -> bool:
-        """Return whether the current view includes a panel."""
+        """Return whether the current view includes the table of a panel."""
         return self.panel in ("", "all", panel)
 
     @property
     def present_processes(self) -> Sequence[ProcessSnapshot]:
-        """Return all processes except helpers that have ended; if none remain, return all.
+        """Return all processes except helpers that have ended. If none remain, return all of them.
 
-        In a run of many epochs, most processes are loader workers that have ended.
+        Helpers are left out because most processes in a run of many epochs are loader workers that
+        have ended.
         """
         processes = self.run.processes
         present = [
@@ -120,7 +122,7 @@ class _View:
 
     @property
     def processes(self) -> Sequence[ProcessSnapshot]:
-        """Return the processes to show."""
+        """Return the processes to show, limited in number if all tables are shown."""
         if self.panel in ("", "all"):
             return self.present_processes[:_MAX_PROCESSES]
         return self.present_processes
@@ -198,7 +200,7 @@ def _event_table(view: _View) -> list[RenderableType]:
     events = [recorded for recorded in view.run.events if recorded.event.kind != "verdict"]
     if not events or not view.shows("events"):
         return []
-    # In the events panel, whose end the screen may cut off, the newest events come first.
+    # The events panel shows the newest events first, because the screen may cut off its end.
     shown = events[::-1] if view.panel == "events" else events[-_MAX_EVENTS:]
     return [make_table(shown, EVENT_COLUMNS)]
 

@@ -1,8 +1,8 @@
-"""Poll runs: `Watched` reads one run, and `Runs` all runs in a directory, as `LiveRun` snapshots.
+"""Poll runs: `Watched` returns snapshots of one run, and `Runs` of all runs in a directory.
 
-This works even if a run directory is incomplete, belongs to a killed run, or is being written by
-another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,
-and ``outlook`` describes its progress.
+This works even if a run directory is incomplete, was left behind by a killed run, or is being
+written by another machine. ``run_follower`` reads the records, ``run_state`` decides whether a run
+has ended, and ``outlook`` describes its progress.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Watched:
 
     Args:
         run: The run directory, with symbolic links resolved.
-        clock: The clock.
+        clock: The source of the current time.
     """
 
     def __init__(self, run: Path, clock: Clock) -> None:
@@ -61,10 +61,10 @@ class Watched:
         self._clock = clock
         self._follower = RunFollower(run)
         self._recent = RecentRecords()
-        # Problems with the progress boards, by process directory.
+        # Problems with reading progress boards, keyed by process directory.
         self._board_problems: dict[str, str] = {}
         self._judged: Verdict | None = None
-        # Monotonic time at which watching began, and time of the run's last sign of life.
+        # Monotonic times at which watching began and of the run's last sign of life.
         self._began_to_watch = clock.monotonic_seconds()
         self._last_sign_of_life = -math.inf
 
@@ -77,7 +77,7 @@ class Watched:
         """Read the new records, and return a snapshot of the run.
 
         Args:
-            hold_back: Whether incomplete newest samples are returned only later; see
+            hold_back: Whether to hold back samples whose loss is still missing; see
                 `SampleFollower.new`.
         """
         news = self._follower.new(hold_back=hold_back)
@@ -111,10 +111,10 @@ class Watched:
         )
 
     def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
-        """Update the time of the last sign of life from new records."""
+        """Update the time of the last sign of life to that of the newest record."""
         if not all_news:
             return
-        # Use the time of the record, because it may have been written long before it was read.
+        # Use the time at which the record was written, which may be long before it was read.
         newest = max(newest_time(news) for news in all_news)
         age = max(0.0, self._clock.unix_seconds() - newest)
         recorded_at = self._clock.monotonic_seconds() - age
@@ -159,7 +159,7 @@ class Watched:
         return replace(process, optimizers=by_optimizer(process, source, samples))
 
     def _read_board(self, source: RunSource) -> Standing | None:
-        """Return the contents of a process's progress board, or None. Guards have no board."""
+        """Return the contents of a process's progress board; None if unreadable, or for a guard."""
         if source.info is None:
             return None
         try:
@@ -201,7 +201,8 @@ class Watched:
     def _supervisor_is_lost(self, pid: object, *, is_here: bool) -> bool:
         """Return whether the supervisor was killed.
 
-        It was killed if its sentinel has recorded that, or if its process no longer exists.
+        It was killed if the sentinel process that watches it has recorded that, or if its process
+        no longer exists although it has not recorded its end.
 
         Args:
             pid: The PID that the supervisor recorded, if any.
@@ -217,7 +218,7 @@ class Watched:
         return not Path(f"/proc/{pid}").exists()
 
     def _verdict(self, state: RunState, *, supervisor_is_lost: bool) -> Verdict | None:
-        """Return the recorded verdict; if the supervisor was killed, determine the verdict now."""
+        """Return the recorded verdict, or determine it now if the supervisor was killed."""
         if state == "running":
             return self._judged
         values = read_json(self._run / VERDICT_FILE)
@@ -265,7 +266,8 @@ def _is_alive(source: RunSource, *, is_here: bool) -> bool | None:
         return None
     if source.info is not None:
         return process_lives(source.info.pid, source.info.ticks)
-    # A guard holds the lock of its run directory.
+    # A guard holds the lock of its run directory while it is alive. It records in the subdirectory
+    # ``recorder/rank0``, which is two levels below.
     return is_locked(source.directory.parent.parent / LOCK_FILE)
 
 
@@ -280,18 +282,19 @@ class Runs:
 
     Args:
         folder: A directory of run directories, such as ``runs``.
-        clock: The clock.
+        clock: The source of the current time.
     """
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder = folder
         self._clock = clock
-        # Runs that have not ended. When a run ends, its reader is dropped to free memory.
+        # The readers of runs that have not ended. Once a run has ended, its reader is dropped to
+        # free memory, and its last snapshot is kept.
         self._watched: dict[Path, Watched] = {}
         self._snapshots: dict[Path, LiveRun] = {}
 
     def look(self) -> tuple[LiveRun, ...]:
-        """Return active runs, then ended runs, with the newest first in each group."""
+        """Return snapshots of active runs, then of ended ones, newest first within each group."""
         paths = runs_in(self._folder)[:_MAX_RUNS]
         for path in paths:
             if self._may_have_changed(path):
@@ -305,7 +308,7 @@ class Runs:
         return tuple(sorted(shown, key=lambda run: run.state == "ended"))
 
     def _may_have_changed(self, path: Path) -> bool:
-        """Return whether a run is new or active, or was restarted after its end."""
+        """Return whether a run is new, is active, or was restarted after it had ended."""
         if path in self._watched or path not in self._snapshots:
             return True
         return bool(is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE))
@@ -319,7 +322,7 @@ class Runs:
 
 
 def _contains_guard(run: LiveRun, guard: LiveRun) -> bool:
-    """Return whether a guard's own snapshot is redundant, because the run's snapshot contains it.
+    """Return whether a run's snapshot includes a guard, so that the guard's own one is redundant.
 
     It is not redundant if the guard's directory was used again after the run had ended.
     """

@@ -1,4 +1,4 @@
-"""Copy metrics and events of a run to sinks, during the run or after it has ended.
+"""Copy the metrics and events of a run to sinks, during the run or after it has ended.
 
 A process keeps its name across restarts, so its curves continue in the next attempt.
 """
@@ -29,7 +29,7 @@ _log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPoint:
-    """Measurements of one process at one step.
+    """The values that one process measured or logged at one step.
 
     Args:
         process: Name of the process, which is the same in every attempt: "rank 3", or "trainer"
@@ -38,10 +38,10 @@ class MetricPoint:
         attempt: Number of the attempt, from 0.
         step: Optimizer step.
         unix_seconds: Unix time of the measurement.
-        values: Measured values by name. With several optimizers, a name ends with the optimizer, as
-            in "loss/critic".
-        scalar: If the script logged this value, the logged scalar. Its name in `values` starts with
-            "logged/".
+        values: The values, keyed by name. With several optimizers, a name ends with the name of the
+            optimizer, as in "loss/critic".
+        scalar: The scalar, if the script logged the value itself; otherwise None. The name of a
+            logged value starts with "logged/".
     """
 
     process: str
@@ -56,17 +56,17 @@ class MetricPoint:
 class Sink(Protocol):
     """A target to which points and events are copied.
 
-    Any method may raise an exception. The sink is then closed, and copying to other sinks
-    continues.
+    Any method may raise an exception. In that case, the sink is closed, and copying to the other
+    sinks continues.
 
     Attributes:
-        name: The display name.
+        name: The name of the sink in messages.
     """
 
     name: str
 
     def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
-        """Write new points and events, oldest first for each process."""
+        """Write new points and events. Those of the same process are ordered oldest first."""
 
     def close(self) -> None:
         """Finish writing and release all resources."""
@@ -74,12 +74,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySummary:
-    """Result of copying a run.
+    """The result of copying a run.
 
     The field names are those of `holdfast metrics --json`.
 
     Args:
-        points: Number of copied steps.
+        points: Number of copied steps, not including values that the script logged itself.
         events: Number of copied events.
         failures: One sentence for each sink that failed.
         gone: One sentence for each process whose steps were overwritten before being copied.
@@ -94,16 +94,16 @@ class CopySummary:
 def follow(
     run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS
 ) -> CopySummary:
-    """Copy all records, follow the run until it ends, and close the sinks.
+    """Copy all records of a run until it has ended, close the sinks, and return a summary.
 
-    Exceptions of a sink are not propagated; the sink is closed, and the summary reports the
-    failure.
+    If a sink raises an exception, it is closed, and the summary reports the failure. The exception
+    is not propagated.
 
     Args:
         run: The run directory.
         sinks: The sinks to copy to.
-        stop: Ends copying after one more poll. If it is already set, existing records are copied
-            once.
+        stop: Setting this event ends copying after one more poll. If it is already set, the
+            existing records are copied once.
         poll_seconds: Seconds between two polls.
     """
     watched = Watched(run, SystemClock())
@@ -115,7 +115,7 @@ def follow(
     while True:
         try:
             snapshot = watched.look(hold_back=not is_last_look)
-        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
+        except Exception as error:  # noqa: BLE001 - the files may be in any state, and the next poll may succeed
             output.note_unreadable_run(error)
             snapshot = LiveRun(path=run, state="running")
         points = [point for news in snapshot.news for point in naming.points(news)]
@@ -136,7 +136,7 @@ def follow(
 
 
 class _Output:
-    """Writes to all sinks, and closes a sink that fails.
+    """Writes to all sinks, and closes each sink that fails.
 
     Attributes:
         failures: One sentence for each failure.
@@ -153,7 +153,7 @@ class _Output:
         for sink in list(self._open_sinks):
             try:
                 sink.write(points, events)
-            except Exception as error:  # noqa: BLE001 - the client of one sink must not end the others
+            except Exception as error:  # noqa: BLE001 - a failing sink must not affect the others
                 self._open_sinks.remove(sink)
                 self._note_failure(sink, error)
                 self._close(sink)
@@ -164,7 +164,7 @@ class _Output:
             self._close(sink)
 
     def note_unreadable_run(self, error: Exception) -> None:
-        """Add a failure if the run directory cannot be read, but only once."""
+        """Record that the run directory cannot be read, but only once per error."""
         failure = f"the run directory cannot be read: {_describe(error)}"
         if failure not in self.failures:
             self.failures.append(failure)
@@ -191,15 +191,15 @@ class _Naming:
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
-        # Number of sources that share a name, by attempt, kind and name.
+        # The number of sources that share a name, keyed by attempt, kind and name.
         self._uses: dict[tuple[int, str, str], int] = {}
         self._steps_were_observed = False
 
     def points(self, news: News) -> Iterator[MetricPoint]:
         """Yield the points for the new records of a source.
 
-        A guard's steps are skipped if an observed process has recorded steps: they are the same
-        steps, and the process has recorded more about them.
+        The steps of guards are skipped once an observed process has recorded steps, because they
+        are the same steps and the process has recorded more about them.
         """
         source = news.source
         if source.kind == "process" and news.samples:
@@ -228,7 +228,10 @@ class _Naming:
             )
 
     def _name(self, source: RunSource) -> str:
-        """Return a name that is unique within the attempt; a guard has the name of its process."""
+        """Return the name of a source, unique within its attempt and its kind.
+
+        A guard gets the same name as its process.
+        """
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
             key = (source.attempt, source.kind, name)
@@ -239,14 +242,15 @@ class _Naming:
 
 
 def _optimizer(sample: StepSample, optimizers: Sequence[str]) -> str | None:
-    """Return the name of the optimizer that stepped if there are several, otherwise None."""
+    """Return the name of the optimizer that stepped, or None if there is only one."""
+    # Optimizers are numbered from 1.
     if len(optimizers) < 2 or not 1 <= sample.optimizer <= len(optimizers):
         return None
     return optimizers[sample.optimizer - 1]
 
 
 def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
-    """Return the values that were measured at a step, by name.
+    """Return the values that were measured at a step, keyed by name.
 
     Args:
         sample: The step.

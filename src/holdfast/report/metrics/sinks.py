@@ -1,6 +1,6 @@
 """Sinks for JSON lines, TensorBoard and Weights & Biases; `open_sinks` opens them.
 
-JSON lines need no client library. The other sinks use the libraries of their projects.
+The sink for JSON lines needs no client library. The others use those of the respective tools.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TAGS = {
     "device_peak_bytes": "memory/device_peak_bytes",
 }
 # Settings that prevent wandb from uploading console output, code, git state, package lists and
-# machine information. wandb supports them since version 0.19; names with the prefix x_ are not
-# public. The host name and the versions of wandb and Python are still uploaded.
+# machine information. wandb has supported them since version 0.19. Names with the prefix ``x_`` are
+# not part of its public API. The host name and the versions of wandb and Python are still uploaded.
 _UPLOAD_NUMBERS_ONLY = {
     "console": "off",
     "disable_code": True,
@@ -56,7 +56,7 @@ class JsonLines:
         self._file = sys.stdout if self._is_stdout else Path(target).open("a", encoding="utf-8")  # noqa: SIM115 - `close` closes it
 
     def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
-        """Write lines and flush them."""
+        """Write one line per point and event, and flush them."""
         for point in points:
             self._write_line(_point_as_json(point))
         for recorded in events:
@@ -68,7 +68,7 @@ class JsonLines:
         self._file.write(line + "\n")
 
     def close(self) -> None:
-        """Close the file. stdout stays open."""
+        """Close the file. If the target is stdout, it stays open."""
         if not self._is_stdout:
             self._file.close()
 
@@ -108,7 +108,7 @@ def _event_as_json(recorded: RecordedEvent) -> dict[str, Any]:
 class TensorBoard:
     """Writes values as TensorBoard scalars, and events as texts.
 
-    Each process in each attempt gets its own folder, so TensorBoard shows the curves separately.
+    Each process gets its own folder in each attempt, so TensorBoard shows the curves separately.
 
     Args:
         directory: Directory in which the folders are created.
@@ -122,7 +122,8 @@ class TensorBoard:
         self._directory = directory
         self._make_writer = tensorboardX.SummaryWriter
         self._writers: dict[str, Any] = {}
-        # tensorboardX warns about every NaN and infinity, but here they are real measurements.
+        # tensorboardX warns about every NaN and infinity, but in metrics these are real
+        # measurements.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
     def write(self, points: list[MetricPoint], events: list[RecordedEvent]) -> None:
@@ -152,13 +153,13 @@ class TensorBoard:
         return self._writers[folder]
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of all processes."""
         for writer in self._writers.values():
             writer.close()
 
 
 def _event_text(recorded: RecordedEvent) -> str:
-    """Return an event as Markdown, with indented lines, which are shown verbatim."""
+    """Return an event as Markdown. Its lines are indented, so that they are shown verbatim."""
     sentence = f"    {sanitise(recorded.event.sentence())}\n"
     source = f"    by: {sanitise(recorded.source)}, attempt {recorded.attempt}\n"
     facts = [
@@ -170,7 +171,7 @@ def _event_text(recorded: RecordedEvent) -> str:
 class WandbRun:
     """Logs to one run in a Weights & Biases project.
 
-    Environment variables of wandb, such as ``WANDB_MODE``, apply.
+    The sink honors environment variables of wandb, such as ``WANDB_MODE``.
 
     Args:
         project: Name of the Weights & Biases project.
@@ -185,8 +186,8 @@ class WandbRun:
         self._run: Any = wandb.init(
             project=project, name=name, job_type="holdfast", settings=settings
         )
-        # The step of wandb itself must not decrease, but the training step does after a rollback or
-        # a restart, so it is logged as a separate value.
+        # wandb's own step must not decrease. The training step does decrease after a rollback or a
+        # restart, so it is logged as a separate value.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -202,11 +203,11 @@ class WandbRun:
             self._run.summary[key] = self._run.summary.get(key, 0) + 1
 
     def close(self) -> None:
-        """Finish the run at wandb."""
+        """Finish the wandb run."""
         self._run.finish()
 
 
-# Function that opens each kind of sink, given a target and a run directory.
+# The functions that open each kind of sink, given a target and a run directory.
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),
     "jsonl": lambda target, _run: JsonLines(target),
@@ -216,10 +217,10 @@ _EXTRAS = {"tensorboard": "metrics", "wandb": "wandb"}
 
 
 def open_sinks(targets: Mapping[str, str], run: Path) -> list[Sink]:
-    """Open a sink for each target.
+    """Open and return a sink for each target.
 
     Args:
-        targets: Targets by kind, such as ``{"tensorboard": "tb", "jsonl": "-"}``.
+        targets: Targets, keyed by kind, such as ``{"tensorboard": "tb", "jsonl": "-"}``.
         run: The run directory.
 
     Raises:
@@ -239,7 +240,7 @@ def _open(kind: str, target: str, run: Path) -> Sink:
             rule="H742",
         ) from error
     except Exception as error:
-        # Each client library raises its own exceptions.
+        # Each client library raises its own types of exceptions, so catch all of them.
         raise PolicyError(
             f"metrics target {kind}={target!r} cannot be opened "
             f"({type(error).__name__}: {sanitise(error, most=300)})",

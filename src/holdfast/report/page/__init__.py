@@ -1,7 +1,7 @@
-"""HTML pages about one run (`holdfast report`) or several runs (`holdfast compare`).
+"""Create HTML pages about one run (`holdfast report`) or several runs (`holdfast compare`).
 
 ``gathering.gather`` reads the recordings of a run, ``run_page.render`` turns them into a page, and
-``comparing.Comparison`` compares several runs. Read in this order:
+``comparing.Comparison`` compares several runs. Read the modules in this order:
 
 1. ``gathering``, with ``lanes``, ``attachments`` and ``images``.
 2. ``run_page``, with ``figures``, ``goodput`` and ``environment``.

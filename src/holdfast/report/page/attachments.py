@@ -1,4 +1,4 @@
-"""Read the checkpoints, stacks and output that a page shows."""
+"""Read the checkpoints, stack dumps and output that the page of a run shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.report.page.gathered_run import CheckpointSummary, RecordedStacks
 from holdfast.report.problems import READING_ERRORS, reason
 from holdfast.report.sources import CHECKPOINTS_FOLDER
 
-# Limits that keep the page readable.
+# Limits on what the page shows, which keep it readable.
 _MAX_STACKS = 60
 _MAX_STACK_BYTES = 64 << 10
 _MAX_OUTPUT_BYTES = 32 << 10
@@ -30,7 +30,10 @@ _MAX_REASON_CHARACTERS = 200
 
 
 def read_checkpoints(run: Path) -> list[CheckpointSummary]:
-    """Return the checkpoints in a run directory: complete ones, newest first, then damaged ones."""
+    """Return summaries of the checkpoints in a run directory, newest first, damaged ones last.
+
+    If the directory of checkpoints cannot be read, a single summary says why.
+    """
     store = Store(run / CHECKPOINTS_FOLDER)
     try:
         entries = store.entries()
@@ -70,7 +73,8 @@ def _summary(entry: Entry) -> CheckpointSummary:
 def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[RecordedStacks]:
     """Yield the newest stack dumps: first the supervisor's, then those of the processes."""
     taken = sorted((run / STACKS_FOLDER).glob("*.txt"))
-    # A process writes the name of its own folder, which could lead out of the run directory.
+    # The name of a folder is read from a file that the process has written. A name with a slash
+    # could lead out of the run directory.
     folders = [process.folder for process in processes if "/" not in process.folder]
     written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
     for path in [*taken[-_MAX_STACKS:], *written[-_MAX_STACKS:]]:
@@ -101,10 +105,10 @@ def _read_end(path: Path, most_bytes: int) -> str:
 
 
 def _without_redrawn_lines(text: str) -> str:
-    """Remove the overwritten parts of progress bars.
+    """Return text without the overwritten parts of progress bars.
 
-    A progress bar redraws its line after a carriage return, so only the text after the last
-    carriage return is kept.
+    A progress bar redraws its line after a carriage return. Of each line, only the text after the
+    last carriage return is kept.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

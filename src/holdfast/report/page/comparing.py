@@ -19,9 +19,9 @@ from holdfast.report.page.run_page import key_figures
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.verdicts import how_sure
 
-# Rows of a table by name, with one value per run.
+# The rows of a table, keyed by name, each with one value per run.
 Table = Mapping[str, Sequence[str]]
-# Settings that always differ between runs, so they are not shown.
+# Settings that differ between any two runs, so a comparison does not show them.
 _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 # Matches options such as ``--lr`` and ``-n``, but not negative numbers.
 _OPTION = re.compile(r"--?[A-Za-z]")
@@ -37,8 +37,8 @@ class Comparison:
 
     Attributes:
         names: The path of each run, relative to their common parent directory.
-        facts: Table of key figures.
-        differs: Table of the settings that differ between the runs.
+        facts: A table of the runs' key figures.
+        differs: A table of the settings that differ between the runs.
         problems: One sentence for each part of a run that could not be read.
     """
 
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def _table(columns: Sequence[Mapping[str, str]]) -> Table:
-    """Turn one column per run into rows, in the order in which names first appear."""
+    """Return a table with one column per run, its rows in the order in which names first appear."""
     names = dict.fromkeys(name for column in columns for name in column)
     return {name: [column.get(name, "") for column in columns] for name in names}
 
@@ -106,7 +106,8 @@ def _verdict(run: GatheredRun) -> str:
 def _settings(run: GatheredRun) -> dict[str, str]:
     """Return all settings of a run, with names of the form "group: name"."""
     groups = {title: dict(rows) for title, rows in environment(run).items()}
-    # Compare arguments one by one. Comparing whole commands would show only that they differ.
+    # Compare the arguments of commands one by one. Comparing whole commands would show only that
+    # they differ.
     other_rows = {name: value for name, value in groups[COMMAND].items() if name != "command"}
     groups[COMMAND] = {**_arguments(run.command), **other_rows}
     return {
@@ -118,10 +119,10 @@ def _settings(run: GatheredRun) -> dict[str, str]:
 
 
 def _arguments(command: str) -> dict[str, str]:
-    """Return the options of a command with their values.
+    """Return the options of a command, keyed by name, with their values.
 
     Words before the first option are named by their position, such as "word 2". A command that was
-    passed to a shell as a single string is split too.
+    passed to a shell as a single string is also split into words.
     """
     values: dict[str, list[str]] = {}
     option = ""
@@ -150,11 +151,13 @@ def _newest_numbers(run: GatheredRun) -> dict[str, str]:
 
 
 def _joined_lanes(run: GatheredRun, name: str) -> Iterator[Lane]:
-    """Yield one lane per optimizer of the first rank, joined over all attempts.
+    """Yield the lanes of the first rank, with the curves of all attempts joined.
+
+    If there are several optimizers, each of them has an additional lane.
 
     Args:
         run: The run.
-        name: Label of the lanes. With several optimizers, the optimizer's name is appended.
+        name: Label of the lanes. In the lane of an optimizer, the optimizer's name is appended.
     """
     of_first_rank = [lane for lane in run.lanes if not lane.rank]
     for optimizer in dict.fromkeys(lane.optimizer for lane in of_first_rank):
@@ -172,7 +175,7 @@ def _joined_curves(lanes: Sequence[Lane]) -> dict[str, Curve]:
 
 
 def _joined_curve(curves: Sequence[Curve]) -> Curve:
-    """Join curves into one without bands, with a gap after each."""
+    """Return several curves joined into one, without bands and with a gap after each part."""
     if len(curves) == 1:
         return curves[0]
     return Curve(

@@ -1,4 +1,4 @@
-"""Describe the environment of a run as text: machine, versions, code, policy, hyperparameters.
+"""Describe a run's environment as text: machine, versions, code, policy and hyperparameters.
 
 The supervisor, the processes and the guards record this information when they start.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.core.text import as_json_value, moment, size
 from holdfast.report.page.gathered_run import GatheredRun
 
-# Names and values of rows, by the title of their group.
+# Groups of rows, keyed by title. Each group maps the names of its rows to their values.
 Environment = Mapping[str, Mapping[str, str]]
 
 COMMAND = "command"
@@ -23,12 +23,13 @@ _POLICY_PREFIX = "policy."
 # Matches settings that are not hyperparameters: the policy (which has its own group), private
 # values, and learning rates that schedulers use internally.
 _NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
-# Maximum number of rows. An optimizer may have many parameter groups, each with its own settings.
+# Maximum number of rows in a group. An optimizer may have many parameter groups, each with its own
+# settings.
 _MAX_ROWS = 200
 
 
 def environment(run: GatheredRun) -> Environment:
-    """Return the environment of a run by group and name, without empty groups."""
+    """Return the environment of a run, keyed by group and name, without empty groups."""
     start = _readable_start(run.start)
     machine = {name: start.pop(name) for name in _MACHINE if name in start}
     versions = start.pop("versions", None)
@@ -49,7 +50,7 @@ def environment(run: GatheredRun) -> Environment:
 
 
 def _readable_start(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Format the start record, with times and sizes as text."""
+    """Return a start record in which times and sizes are formatted as text."""
     values = {name: value for name, value in start.items() if name not in ("format", "argv")}
     if isinstance(values.get("started"), (int, float)):
         values["started"] = f"{moment(values['started'])} UTC"
@@ -77,11 +78,16 @@ def _hyperparameters(run: GatheredRun) -> dict[str, Any]:
 
 
 def _rate_as_set(run: GatheredRun, name: str, first_rate: float) -> object:
-    """Return the learning rate that the script set.
+    """Return the learning rate that the script has set, or the best estimate of it.
 
-    Settings contain only the rate of the first step, which may be part of a warm-up. The
-    scheduler's ``initial_lr`` is exact. Without a scheduler, the largest recorded rate is the best
-    estimate.
+    The recorded setting is only the rate of the first step, which may be part of a warm-up. If a
+    scheduler has recorded ``initial_lr``, that rate is exact. Otherwise, the largest recorded rate
+    is the best estimate.
+
+    Args:
+        run: The run.
+        name: Name of the recorded setting, which ends in "lr".
+        first_rate: The learning rate of the first step.
     """
     initial_rate = run.settings.get(f"{name.removesuffix('lr')}initial_lr")
     if initial_rate:
@@ -92,10 +98,13 @@ def _rate_as_set(run: GatheredRun, name: str, first_rate: float) -> object:
 
 
 def _largest_rate(run: GatheredRun, name: str) -> float:
-    """Return the largest recorded learning rate of the optimizer to which a setting belongs."""
+    """Return the largest recorded learning rate of the optimizer that a setting is about.
+
+    Returns 0 if `name` is not the setting of an optimizer's first parameter group.
+    """
     largest = 0.0
     for lane in run.lanes:
-        # Curves show only the rate of the first parameter group.
+        # Curves contain only the learning rate of the first parameter group.
         optimizer = lane.optimizer or name.removesuffix(".0.lr")
         curve = lane.curves.get("learning_rate")
         if name == f"{optimizer}.0.lr" and curve is not None:

@@ -1,4 +1,4 @@
-"""`GatheredRun`: the recordings of a run, as ``gathering.gather`` prepares them for its page."""
+"""`GatheredRun`: the recordings of a run, prepared by ``gathering.gather`` for the run's page."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStacks:
-    """A file with the stacks of a process.
+    """The end of a file to which the stacks of a process were dumped.
 
     Args:
-        name: Path of the file within the run directory.
-        text: The last part of the file.
+        name: Path of the file, relative to the run directory.
+        text: The last part of the file's contents.
     """
 
     name: str
@@ -43,7 +43,7 @@ class RecordedStacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageImage:
-    """An image on the page: a complete PNG file, and its size in pixels."""
+    """An image to show on the page: a complete PNG file, and its size in pixels."""
 
     tag: str
     global_step: int
@@ -54,15 +54,15 @@ class PageImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredRun(RunSnapshot):
-    """Everything that is known about a run, for its page. The run may still be active.
+    """All data that a run's page shows. The run may still be active.
 
-    Of a frequent kind of event, only the first and the last ones are included. Processes are sorted
+    Of frequent kinds of events, only the first and the last ones are included. Processes are sorted
     by attempt and rank.
 
     Args:
         settings: See ``recorder.run_files.write_settings``.
-        left_out_events: Number of events that are not included, by kind.
-        lanes: Steps and curves of each process and guard.
+        left_out_events: Number of events that are not included, keyed by kind.
+        lanes: The steps and curves of each process and guard.
         checkpoints: Checkpoints, newest first, with damaged ones last.
         images: Images sorted by tag, newest first within a tag.
         stacks: The newest stack dumps.

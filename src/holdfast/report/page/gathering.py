@@ -1,8 +1,8 @@
-"""Read all recordings of a run into a `GatheredRun`, for its page.
+"""Read all recordings of a run into a `GatheredRun`, from which its page is rendered.
 
-Damage is tolerated: a damaged, missing or unreadable file adds a sentence to
-`GatheredRun.problems`, and everything else is still shown. The amount of data is limited: this
-module limits events, ``lanes`` limits curves, and ``attachments`` limits texts.
+If a file is damaged, missing or unreadable, a sentence is added to `GatheredRun.problems`, and
+everything else is still shown. The amount of data is limited: this module limits events, ``lanes``
+limits curves, and ``attachments`` limits texts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from holdfast.report.run_snapshot import Lane, ProcessSnapshot, visible_phase
 from holdfast.report.sources import RecordedEvent, RunSource, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
-# Maximum number of events of a kind. If there are more, only the first and the last ones are shown.
+# Maximum number of shown events of the same kind. If there are more, the first and the last ones
+# are shown.
 _MAX_EVENTS_OF_A_KIND = 100
 _MAX_KINDS = 100
 
 
 def gather(run: Path) -> GatheredRun:
-    """Return everything that is known about a run, even if it is active or damaged.
+    """Return all data for the page of a run, which may be active or damaged.
 
     Args:
         run: A run directory of `holdfast run` or of a guard.
@@ -51,7 +52,7 @@ def gather(run: Path) -> GatheredRun:
     observed = [source for source in sources if source.info is not None]
     reader = LaneReader(problems, validations(events))
     most_points = points_per_lane(len(observed))
-    # The first lane is that of the process; lanes of its optimizers follow.
+    # For each process, the first lane covers the whole process, and lanes of its optimizers follow.
     lanes_of_process = {
         source.directory: reader.lanes_of(source, most_points) for source in observed
     }
@@ -92,15 +93,15 @@ def gather(run: Path) -> GatheredRun:
         images=tuple(read_images(run_directories, problems.sentences)),
         stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
         output=problems.read(read_output, run) or "",
-        # This comes last, because everything above may add a sentence.
+        # This argument comes last, because evaluating the others may add sentences.
         problems=tuple(dict.fromkeys(problems.sentences)),
     )
 
 
 def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], list[RunSource]]:
-    """Return the events of a run in chronological order, and its guards.
+    """Return the events of a run in chronological order, and the sources of its guards.
 
-    A guard may have a run directory of its own. The process names it in an event.
+    A guard may have a run directory of its own, which is named in an event of its process.
     """
     follower = RunFollower(run, steps=False)
     events = events_in_time_order(follower.new())
@@ -121,10 +122,10 @@ def _process(
     """Return the snapshot of an observed process.
 
     Args:
-        source: The source that belongs to the process.
+        source: The source with the recordings of the process.
         lanes: Lanes of the process. The first one covers the whole process.
-        newest_events: Unix time of the newest event of each source, by label.
-        problems: Receives a sentence if the progress board cannot be read.
+        newest_events: Unix time of the newest event of each source, keyed by label.
+        problems: Collects a sentence if the progress board cannot be read.
     """
     assert source.info is not None
     lane = lanes[0] if lanes else None
@@ -144,11 +145,11 @@ def _process(
 def _ended_with_their_attempts(
     processes: Sequence[ProcessSnapshot], events: Sequence[RecordedEvent]
 ) -> Iterator[ProcessSnapshot]:
-    """Yield the processes after correcting the end of trainers that exited normally.
+    """Yield the processes, with corrected end times of trainers that exited normally.
 
-    The end of a process is not recorded, and its last record is too early, because the interpreter
-    takes time to exit. If all trainers of an attempt exited normally, they get the end time of the
-    attempt.
+    Processes do not record their end. The time of the last record is too early, because the
+    interpreter takes time to exit. If all trainers of an attempt exited normally, the end of the
+    attempt is used as their end time.
     """
     ends = {
         str(recorded.event.data.get("attempt")): recorded.event.unix_seconds
@@ -172,11 +173,11 @@ def _attempt(process: ProcessSnapshot) -> str:
     return "" if process.info is None else str(process.info.attempt)
 
 
-# --- how it was started
+# --- the start of the run
 
 
 def _first_start(sources: Sequence[RunSource]) -> dict[str, Any]:
-    """Return the start record of the first source that wrote one."""
+    """Return the start record of the first source that has written one; empty if none has."""
     for source in sources:
         start = read_json(source.directory / START_FILE)
         if start:
@@ -205,16 +206,16 @@ def _newest_attempt(
     return max(resumed.values(), default=0)
 
 
-# --- the rest
+# --- events
 
 
 def _limit_events(
     events: Sequence[RecordedEvent],
 ) -> tuple[list[RecordedEvent], dict[str, int]]:
-    """Return the first and the last events of each kind, and the number of omitted events by kind.
+    """Return the events to show, and the number of omitted events of each kind.
 
-    This keeps frequent kinds from crowding out rare ones. If there are too many kinds, the rarest
-    ones are shown.
+    Of a frequent kind, only the first and the last events are shown, so that they do not crowd out
+    rare kinds. If there are too many kinds, only the rarest ones are shown.
     """
     indices_by_kind: dict[str, list[int]] = {}
     for index, recorded in enumerate(events):

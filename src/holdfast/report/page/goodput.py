@@ -1,8 +1,8 @@
 """Compute goodput: how a run spent its time, and which share of it went into useful steps.
 
-An observed process publishes the seconds that it spent in each phase. One such process represents
-each attempt. If no process was observed, the times come from the recording of a guard, as far back
-as it goes.
+An observed process publishes the number of seconds that it has spent in each phase. One such
+process represents each attempt. If no process was observed, the times are taken from the recording
+of a guard, as far back as it goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.recorder.progress import ProcessPhase
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot
 
-# The use of time for each phase.
+# The use of time that each phase counts as.
 _USES = {
     ProcessPhase.FORWARD_BACKWARD: "steps",
     ProcessPhase.OPTIMIZER: "steps",
@@ -41,14 +41,18 @@ COLOURS = {
     "down": "#8c3b3b",
     "between steps": "#8c8c8c",
 }
-# Events that a guard records only while training. Other events may precede the resume of a run.
+# Kinds of events that a guard records only while it trains. Other events may be recorded before a
+# run has resumed.
 _SIGNS_OF_WORK = frozenset(
     {"resumed", "loop", "checkpoint_saved", "validated", "closed", "left_by_exception"}
 )
 
 
 def goodput(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds spent on each use of time, "steps" first; empty without recorded steps."""
+    """Return the seconds spent on each use of time; empty if no steps were recorded.
+
+    The entry "steps" comes first. It does not include repeated steps.
+    """
     seconds = _seconds_of_attempts(run)
     if not seconds["steps"]:
         return _goodput_of_guard(run)
@@ -61,12 +65,12 @@ def goodput(run: GatheredRun) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttemptTime:
-    """How an attempt spent its time, according to one of its trainers.
+    """The time that an attempt took, according to one of its trainers.
 
     Args:
         process: The trainer.
         launched: Unix time at which the supervisor started the attempt.
-        started: Unix time at which observation of the trainer started, after the start of Python.
+        started: Unix time at which observation of the trainer began, which is after Python started.
         lasted_seconds: Time from `started` to the end of the trainer.
     """
 
@@ -81,10 +85,10 @@ class _AttemptTime:
         return self.started + self.lasted_seconds
 
     def seconds_by_phase(self) -> list[float]:
-        """Return the seconds in each phase, indexed by phase number.
+        """Return the number of seconds spent in each phase, indexed by phase number.
 
-        The board does not record the end of the last phase, which therefore gets all the remaining
-        time. A hang counts toward the phase in which it happened.
+        The progress board does not record the end of the last phase, so all of the remaining time
+        counts toward that phase. A hang counts toward the phase in which it occurred.
         """
         seconds = list(self.process.spent)
         if self.process.phase is not None:
@@ -93,7 +97,7 @@ class _AttemptTime:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds spent in completed steps."""
+        """Return the number of seconds spent in completed steps."""
         spent = self.process.spent
         return spent[ProcessPhase.FORWARD_BACKWARD] + spent[ProcessPhase.OPTIMIZER]
 
@@ -101,14 +105,15 @@ class _AttemptTime:
 def _seconds_of_attempts(run: GatheredRun) -> dict[str, float]:
     """Return the seconds that all observed attempts spent on each use of time.
 
-    Repeated steps still count toward "steps".
+    Repeated steps are included in both "steps" and "repeated steps".
     """
     attempts = _attempt_times(run)
     lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
     repeated_shares = _shares_repeated(run, lanes)
 
     seconds = dict.fromkeys(COLOURS, 0.0)
-    # If the first attempt was not observed, the run counts as down from its start.
+    # If the first attempt was not observed, the run counts as down from its start until the first
+    # observed attempt.
     previous_end = None if 0 in attempts else run.began
     for attempt in attempts.values():
         by_phase = attempt.seconds_by_phase()
@@ -124,9 +129,9 @@ def _seconds_of_attempts(run: GatheredRun) -> dict[str, float]:
 
 
 def _attempt_times(run: GatheredRun) -> dict[int, _AttemptTime]:
-    """Return the times of attempts, as far as they are known, by number, oldest first.
+    """Return the known times of attempts, keyed by attempt number, oldest first.
 
-    The trainer with the lowest rank represents the attempt.
+    Each attempt is represented by its trainer with the lowest rank.
     """
     trainers: dict[int, ProcessSnapshot] = {}
     for process in sorted(run.processes, key=_rank):
@@ -154,7 +159,7 @@ def _attempt_time(run: GatheredRun, number: int, process: ProcessSnapshot) -> _A
         process=process,
         launched=started if launched is None else min(launched, started),
         started=started,
-        # If the phases add up to a longer time, trust them more than the recorded end.
+        # If the phases together took longer than that, trust them more than the recorded end.
         lasted_seconds=max(ended - started, sum(process.spent)),
     )
 
@@ -173,7 +178,7 @@ def _time_of(run: GatheredRun, kind: str, attempt: int) -> float | None:
 
 
 def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
-    """Return the seconds spent on each use of time, from a guard's recorded steps and resumes."""
+    """Return the seconds spent on each use of time, based on a guard's steps and events."""
     lane = _lane_of_guard(run)
     if lane is None:
         return {}
@@ -185,7 +190,7 @@ def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
         if recorded.event.data.get("how") == "finished"
     }
     break_seconds = sum(resumed - last_sign for last_sign, resumed in breaks_of_guard)
-    # A break after the end of the run does not count as down, because nothing was waiting.
+    # A break after the run had finished does not count as down, because there was nothing to do.
     down_seconds = sum(
         resumed - last_sign
         for last_sign, resumed in breaks_of_guard
@@ -207,7 +212,7 @@ def _goodput_of_guard(run: GatheredRun) -> dict[str, float]:
 
 
 def _lane_of_guard(run: GatheredRun) -> Lane | None:
-    """Return the lane of the first rank's guard, or None."""
+    """Return the lane of the first rank's guard, or None if no guard recorded steps."""
     for lane in run.lanes:
         if lane.of_guard and lane.begun and not lane.rank:
             return lane
@@ -215,7 +220,7 @@ def _lane_of_guard(run: GatheredRun) -> Lane | None:
 
 
 def breaks(run: GatheredRun, lane: Lane) -> list[tuple[float, float]]:
-    """Return the breaks between the processes of a guard, as pairs of Unix times.
+    """Return the breaks between successive processes of a guarded run, as pairs of Unix times.
 
     A break starts at the last sign of work of one process, and ends when the next process has
     resumed the run.
@@ -231,7 +236,7 @@ def breaks(run: GatheredRun, lane: Lane) -> list[tuple[float, float]]:
 
 
 def _signs_of_work(run: GatheredRun, lane: Lane) -> list[float]:
-    """Return the sorted Unix times at which a guard was certainly working."""
+    """Return the sorted Unix times at which a guard's steps and events show that it was working."""
     times = {lane.begun or 0.0, *lane.times.unix_seconds.tolist()}
     for recorded in run.events:
         if recorded.source == lane.label and recorded.event.kind in _SIGNS_OF_WORK:
@@ -243,14 +248,14 @@ def _signs_of_work(run: GatheredRun, lane: Lane) -> list[float]:
 
 
 def _shares_repeated(run: GatheredRun, lanes: Sequence[Lane]) -> dict[str, float]:
-    """Return the share of step time in each lane that repeats earlier steps.
+    """Return, for each lane, the share of its step time that was spent repeating earlier steps.
 
     Args:
         run: The run.
         lanes: One lane for each attempt, oldest first.
 
     Returns:
-        Shares by lane label.
+        The shares, from 0 to 1, keyed by lane label.
     """
     rewinds = sorted(
         recorded.event.unix_seconds
@@ -283,18 +288,18 @@ class _RepeatTracker:
     Args:
         rewinds: Sorted Unix times of resumes and rollbacks, each of which may return to an earlier
             step.
-        has_guard: Whether a guard numbers the steps, continuing across attempts.
+        has_guard: Whether a guard numbers the steps, so that the numbers continue across attempts.
     """
 
     def __init__(self, rewinds: Sequence[float], *, has_guard: bool) -> None:
         self._rewinds = rewinds
         self._has_guard = has_guard
-        # Highest step so far, and highest step before the last rewind.
+        # The highest step so far, and the highest step before the last rewind.
         self._reached = 0.0
         self._reached_before_rewind = 0.0
         self._last_step = 0.0
-        # Number of rewinds so far. The value -1 before the first step of a lane makes that step
-        # count as a rewind.
+        # The number of rewinds so far. Before the first step of a lane, it is -1, so that this step
+        # counts as a rewind.
         self._rewinds_so_far = -1
 
     def begin_lane(self) -> None:
@@ -318,6 +323,7 @@ class _RepeatTracker:
             self._reached_before_rewind = self._reached
         self._rewinds_so_far = rewinds_so_far
         self._last_step = step
+        # The range contains the steps from `step` to `step + count - 1`.
         self._reached = max(self._reached, step + count - 1)
         repeated_steps = self._reached_before_rewind - step + 1
         return min(max(repeated_steps / count, 0.0), 1.0)

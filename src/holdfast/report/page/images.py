@@ -1,7 +1,7 @@
 """Read a selection of a run's images for its page: the newest and a few earlier ones of each tag.
 
-Only complete PNG files are embedded. Any other file adds a sentence to the page's problems. Images
-are not decoded, so Pillow is not needed. ``guard.images`` writes the images.
+Only complete PNG files are embedded. For any other file, a sentence is added to the page's
+problems. Images are not decoded, so Pillow is not needed. ``guard.images`` writes the images.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from holdfast.report.page.gathered_run import PageImage
 _SHOWN_OF_A_TAG = 5
 # Maximum number of entries to examine in a folder; a guard writes at most 16 files to each.
 _MAX_FILES = 1000
-# Maximum total size of all images. For comparison, plotly.js takes 4.5 MiB of a page.
+# Maximum total size of all images on a page. For comparison, plotly.js takes up 4.5 MiB.
 _MAX_TOTAL_BYTES = 16 << 20
-# A number with more digits in a file name is not a step, because it does not fit into 64 bits.
+# Maximum number of digits of a step in a file name. A longer number might not fit into 64 bits.
 _MAX_STEP_DIGITS = 18
 
 # A PNG file starts with this signature and the chunk IHDR, whose first fields are width and height.
@@ -36,8 +36,8 @@ _IEND = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 class _ImageFile:
     """An image file that is a candidate for the page.
 
-    Files are sorted by their position within the tag first, so the newest image of each tag is read
-    before the second image of any tag.
+    Files are sorted by `place` first, which is their position within the tag. The newest image of
+    each tag is therefore read before the second image of any tag.
     """
 
     place: int
@@ -51,7 +51,7 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
 
     Args:
         runs: Run directories of guards.
-        problems: Receives a sentence about each file that is omitted.
+        problems: A list to which sentences about omitted files are appended.
     """
     images: list[PageImage] = []
     size = 0
@@ -81,7 +81,7 @@ def png_size(data: bytes) -> tuple[int, int]:
     """Return the width and height of a PNG file in pixels, without decoding it.
 
     Raises:
-        ValueError: If the file is not a complete PNG file, or larger than any image that a guard
+        ValueError: If the data is not a complete PNG file, or is larger than any image that a guard
             writes.
     """
     if len(data) > MOST_FILE_BYTES:
@@ -101,7 +101,7 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 
 def _files_to_show(runs: Iterable[Path], problems: list[str]) -> Iterator[_ImageFile]:
-    """Yield the candidates for the page, without reading the files."""
+    """Yield the image files that are candidates for the page, without reading them."""
     runs_with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
     for run in runs_with_images:
         try:
@@ -118,14 +118,14 @@ def _files_to_show(runs: Iterable[Path], problems: list[str]) -> Iterator[_Image
 
 
 def _tag_folders(folder: Path) -> list[Path]:
-    """Return the folders of the first tags in alphabetical order, without following links."""
+    """Return the folders of at most `MOST_TAGS` tags, in alphabetical order, ignoring links."""
     entries = islice(folder.iterdir(), _MAX_FILES)
     folders = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
     return sorted(folders)[:MOST_TAGS]
 
 
 def _image_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of each image of a tag, newest step first."""
+    """Return the step and the path of each image of a tag, newest step first."""
     files = []
     for path in islice(folder.iterdir(), _MAX_FILES):
         digits = path.stem

@@ -1,6 +1,6 @@
-"""Turn rings of steps and scalars into lanes, each with the steps and curves of a process or guard.
+"""Convert recorded steps and scalars to lanes: the steps and curves of a process or guard.
 
-Curves are reduced one process at a time, so that a run of many processes fits into memory.
+The recordings are read one process at a time, so that a run of many processes fits into memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.report.sources import RecordedEvent, RunSource
 MAX_LANES = 48
 _MAX_TOTAL_POINTS = MAX_LANES * MAX_POINTS // 2
 _MIN_POINTS = 200
-# A longer step duration, above a third of a year, can only be corrupt data.
+# A step duration above this limit, about a third of a year, can only be corrupt data.
 _LONGEST_STEP_SECONDS = 1e7
 _SECONDS = NAMES.index("seconds")
 
@@ -44,9 +44,9 @@ class LaneReader:
     """Reads the lanes of sources.
 
     Args:
-        problems: Receives sentences about records that cannot be read or were overwritten.
-        validated: Validation results by source label. They are drawn like values that the script
-            logged.
+        problems: Collects sentences about records that cannot be read or were overwritten.
+        validated: Validation results, keyed by source label. They are drawn like values that the
+            script logged.
     """
 
     def __init__(self, problems: Problems, validated: Mapping[str, Sequence[Scalar]]) -> None:
@@ -54,14 +54,14 @@ class LaneReader:
         self._validated = validated
 
     def lanes_of(self, source: RunSource, most_points: int = MAX_POINTS) -> list[Lane]:
-        """Return the lane of a source, and with several optimizers one lane for each.
+        """Return the lane of a source and, if it has several optimizers, one lane for each of them.
 
         Args:
             source: A process or a guard.
             most_points: Maximum number of points per curve.
 
         Returns:
-            Lanes, of which the first one covers the whole source; empty if nothing was recorded.
+            The lanes. The first one covers the whole source. Empty if nothing was recorded.
         """
         path = source.steps_path
         ring = self._problems.read(rows_of_ring, path)
@@ -97,7 +97,7 @@ class LaneReader:
         return [lane, *lanes_of_optimizers]
 
     def _lanes_without_steps(self, source: RunSource, most_points: int) -> list[Lane]:
-        """Return the lane of a source that logged or validated values but made no steps."""
+        """Return the lane of a source that logged or validated values but recorded no steps."""
         curves = self._logged_curves(source, StepTimes.none(), most_points)
         if not curves:
             return []
@@ -132,7 +132,7 @@ class LaneReader:
 
 
 def points_per_lane(processes: int) -> int:
-    """Return the maximum number of points per curve, given the number of processes with curves."""
+    """Return the maximum number of points per curve if this many processes have curves."""
     share = _MAX_TOTAL_POINTS // max(processes, 1)
     return max(_MIN_POINTS, min(MAX_POINTS, share))
 
@@ -140,7 +140,11 @@ def points_per_lane(processes: int) -> int:
 def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> list[Lane]:
     """Return guard lanes without the curves that observed processes have recorded too.
 
-    Values that the script logged are kept, because they are never recorded twice.
+    Curves of values that the script logged are kept, because no value is logged twice.
+
+    Args:
+        lanes: The lanes of guards.
+        observed: The lanes of observed processes.
     """
     names = {name for lane in observed for name in lane.curves if not name.startswith(LOGGED)}
     reduced = []
@@ -152,7 +156,7 @@ def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> 
 
 
 def validations(events: Sequence[RecordedEvent]) -> dict[str, list[Scalar]]:
-    """Return validation results as logged scalars, by source label."""
+    """Return the validation results in events as logged scalars, keyed by source label."""
     by_source: dict[str, list[Scalar]] = {}
     for recorded in events:
         event = recorded.event
@@ -191,7 +195,7 @@ class _RecordedSteps:
         return ended - seconds if 0 <= seconds < _LONGEST_STEP_SECONDS else ended
 
     def times(self, *, is_guard: bool) -> StepTimes:
-        """Return the times of the steps; see `StepTimes` for the difference between sources."""
+        """Return the times of the steps. `StepTimes` explains how a guard's times differ."""
         rows = np.concatenate([self.history, self.ring])
         counts = rows["finite"][:, _SECONDS].astype(np.float64)
         mean_seconds = rows["mean"][:, _SECONDS].astype(np.float64)
@@ -207,9 +211,10 @@ class _RecordedSteps:
 def _curves_by_optimizer(
     rows: Rows, optimizers: Sequence[str]
 ) -> tuple[dict[str, Curve], dict[str, dict[str, Curve]]]:
-    """Return the curves of a source, and with several optimizers the curves of each.
+    """Return the curves of a source, and the separate curves of each of its optimizers by name.
 
-    With several optimizers, curves that depend on the optimizer are only in the second result.
+    If there are several optimizers, curves that depend on the optimizer are only in the second
+    result. If there is only one, the second result is empty.
     """
     curves = curves_of_steps(rows)
     if len(optimizers) < 2:

@@ -1,9 +1,9 @@
 """Fill HTML pages that work offline, with escaped text and only two scripts.
 
-Pages are Jinja2 templates in ``templates``. All text is sanitized and escaped when it is inserted.
-Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. A Content-Security-Policy allows
-only the page's two scripts, by their digests, and loads nothing from outside. ``page.css`` and
-``page.js`` are inserted verbatim.
+Pages are rendered from the Jinja2 templates in ``templates``. All text is sanitized and escaped
+when it is inserted. Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. A
+Content-Security-Policy allows only the page's two scripts, identified by their digests, and no
+content from outside. ``page.css`` and ``page.js`` are inserted verbatim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from holdfast.core.text import as_json_value, duration, moment, sanitise, size
 from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Characters that could end a script element or a line of a script, even in a JSON string.
+# Escapes for characters that could end a script element or a line of a script, even within a JSON
+# string.
 _ESCAPES_IN_SCRIPT = str.maketrans(
     {
         "<": "\\u003c",
@@ -40,11 +41,11 @@ _ESCAPES_IN_SCRIPT = str.maketrans(
 def fill_page(
     template: str, figures: Mapping[str, object], now: datetime | None = None, **values: Any
 ) -> str:
-    """Return an HTML page.
+    """Return an HTML page that is rendered from a template.
 
     Args:
         template: Name of a file in ``templates``.
-        figures: Figures for plotly.js, by the id of the HTML element.
+        figures: Figures for plotly.js, keyed by the id of the HTML element that shows them.
         now: The time to show at the foot of the page; by default the current time.
         **values: Variables of the template.
 
@@ -53,7 +54,7 @@ def fill_page(
     """
     plotly = plotly_script()
     script = _read("page.js")
-    # These texts are inserted without escaping. They contain no text from the run except in
+    # These texts are inserted without escaping. The only text from the run in them is in the
     # figures, which `_json_for_script` has escaped.
     trusted = {
         "style": _read("page.css"),
@@ -96,7 +97,7 @@ def _environment() -> Environment:
 
 
 def _sanitised(value: object) -> object:
-    """Sanitize the value of a ``{{ expression }}``; Jinja2 escapes it afterward."""
+    """Return the sanitized value of a ``{{ expression }}``, which Jinja2 escapes afterward."""
     return value if isinstance(value, Markup) else sanitise(value)
 
 
@@ -109,7 +110,7 @@ def _prose(value: str) -> Markup:
     """Return escaped HTML in which text between backticks is formatted as code."""
     # Use a plain string, because a `Markup` would also escape the new tags.
     text = str(as_html(value, 4000))
-    return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704 - it is escaped
+    return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704 - `as_html` has escaped it
 
 
 def _base64(data: bytes) -> Markup:
@@ -131,13 +132,13 @@ def plotly_script() -> str:
             ),
             rule="H742",
         ) from error
-    # Browsers convert CR LF and CR to LF before they compute the digest.
+    # Browsers convert CRLF and CR to LF before they compute the digest of a script.
     script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     return script.replace("</script", "<\\/script")
 
 
 def _security_policy(*scripts: str) -> str:
-    """Return a Content-Security-Policy that allows only these scripts and loads nothing else."""
+    """Return a Content-Security-Policy that allows only these scripts and no outside content."""
     digests = [_base64(hashlib.sha256(script.encode()).digest()) for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -151,7 +152,7 @@ def _read(name: str) -> str:
 
 
 def _json_for_script(value: object) -> str:
-    """Return JSON that cannot end the script element that contains it."""
+    """Return a value as JSON that cannot end the script element in which it is embedded."""
     text = json.dumps(
         as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":")
     )

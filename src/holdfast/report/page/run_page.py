@@ -25,7 +25,7 @@ from holdfast.report.verdicts import how_sure, tone
 
 
 def render(run: GatheredRun, *, now: datetime | None = None) -> str:
-    """Return the page of a run.
+    """Return the page of a run as HTML.
 
     Args:
         run: The gathered recordings of the run.
@@ -52,7 +52,7 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
 
 
 def figures(run: GatheredRun) -> dict[str, Figure]:
-    """Return the figures that have content, by the id of the HTML element."""
+    """Return the figures that have content, keyed by the id of the HTML element."""
     drawn = {
         "timeline": timeline_figure(run),
         "steps": step_figure(share_equal_curves(run.lanes), run.events),
@@ -61,7 +61,7 @@ def figures(run: GatheredRun) -> dict[str, Figure]:
 
 
 def key_figures(run: GatheredRun) -> dict[str, str]:
-    """Return the key figures at the top of the page, by title."""
+    """Return the key figures at the top of the page, keyed by title."""
     times = _recorded_times(run)
     facts = {
         "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
@@ -69,7 +69,8 @@ def key_figures(run: GatheredRun) -> dict[str, str]:
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
         "attempts": str(run.attempt + 1),
     }
-    # Show only the number of a guard's checkpoints; checkpoints that the script saves are unknown.
+    # Show the number of checkpoints only for a guard, because checkpoints that the script saves by
+    # itself are not known.
     if run.guards or run.checkpoints:
         complete = [item for item in run.checkpoints if item.status == "complete"]
         facts["checkpoints"] = str(len(complete))
@@ -89,7 +90,7 @@ def key_figures(run: GatheredRun) -> dict[str, str]:
 
 
 def _recorded_times(run: GatheredRun) -> list[float]:
-    """Return the Unix times of all records of a run."""
+    """Return the Unix times of all events of a run, and of the start and end of its lanes."""
     times = [recorded.event.unix_seconds for recorded in run.events]
     for lane in run.lanes:
         times += [time for time in (lane.begun, lane.ended) if time]
@@ -99,7 +100,7 @@ def _recorded_times(run: GatheredRun) -> list[float]:
 
 
 def _largest_value(run: GatheredRun, name: str) -> float | None:
-    """Return the largest value on any curve with a name, or None without such a curve."""
+    """Return the largest value of all curves with this name, or None if there are none."""
     curves = [lane.curves[name] for lane in run.lanes if name in lane.curves]
     if not curves:
         return None
@@ -107,7 +108,7 @@ def _largest_value(run: GatheredRun, name: str) -> float | None:
 
 
 def _throughput(run: GatheredRun) -> dict[str, str]:
-    """Return steps and samples per second as text, as far as they are known."""
+    """Return the known rates, in steps and samples per second, as text, keyed by title."""
     steps_per_second = _median_rate(
         lane.times for lane in run.lanes if not lane.rank and not lane.optimizer
     )
@@ -121,10 +122,10 @@ def _throughput(run: GatheredRun) -> dict[str, str]:
 
 
 def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
-    """Return the median rate in steps per second, which ignores validation and breaks."""
+    """Return the median rate in steps per second, which validation and breaks do not affect."""
     rates: list[FloatArray] = [np.array([])]
     for times in times_of_attempts:
-        # A rollback repeats steps, so use the first time of each step.
+        # Steps may be repeated after a rollback, so use the first time of each step.
         steps, first = np.unique(times.steps, return_index=True)
         seconds = np.diff(times.unix_seconds[first])
         is_later = seconds > 0
@@ -134,12 +135,12 @@ def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
 
 
 def _samples_per_step(run: GatheredRun) -> float | None:
-    """Return the samples per optimizer step, over all ranks, in the newest complete epoch.
+    """Return the number of samples per step, over all ranks, in the newest complete epoch.
 
     Returns None if no epoch was recorded from start to end.
     """
     epochs = [item.event.data for item in run.events if item.event.kind == "epoch_ended"]
-    # An epoch that started before a restart has no number of steps.
+    # If an epoch was interrupted by a restart, its number of steps is missing.
     whole_epochs = [epoch for epoch in epochs if epoch.get("steps")]
     if not whole_epochs:
         return None

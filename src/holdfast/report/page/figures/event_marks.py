@@ -10,7 +10,8 @@ from holdfast.report.page.figures.plotly_values import Figure, label
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 
-# Color and symbol of each kind of mark in both themes. The most severe kind is drawn last, on top.
+# Color and symbol of each kind of mark, the same in both themes. The most severe kind is drawn
+# last, so that it is on top.
 _STYLES = {
     "info": ("#8c8c8c", "circle"),
     "resumed": ("#4e8fd0", "triangle-right"),
@@ -22,7 +23,7 @@ _MAX_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event and its position in a figure. Coordinates are numbers, dates or row names."""
+    """An event and its position in a figure. A coordinate is a number, a date or a row name."""
 
     recorded: RecordedEvent
     x: str | float
@@ -30,10 +31,10 @@ class Mark:
 
 
 def mark_traces(marks: Iterable[Mark], **options: Any) -> list[Figure]:
-    """Return the traces that draw these marks.
+    """Return the plotly traces that draw marks, one for each kind of mark.
 
     Args:
-        marks: Events and their positions.
+        marks: The events to mark, and their positions.
         **options: Additional attributes of each trace.
     """
     by_style: dict[str, list[Mark]] = {style: [] for style in _STYLES}

@@ -28,20 +28,20 @@ _NONFINITE_COLOUR = "#e15759"
 # Opacity of a band, as the last two hexadecimal digits of its color.
 _BAND_OPACITY = "30"
 
-# Total share of the figure's height for the gaps between panels.
+# The share of the figure's height that all gaps between panels take up together.
 _GAPS_SHARE = 0.22
 # A panel with its own step axis is reduced to this share of its height, to leave room for the tick
 # labels above it.
 _SHARE_BELOW_AN_AXIS = 0.72
 
-# Above this ratio of largest to smallest value, a linear axis would show only the large values.
+# Above this ratio of the largest to the smallest value, a linear axis would show only large values.
 _FACTOR_FOR_LOGARITHMIC_AXIS = 100.0
-# Above this ratio, a logarithmic axis has too many decades for a tick at each one.
+# Above this ratio, a logarithmic axis has too many decades for a tick at each of them.
 _FACTOR_FOR_FEW_TICKS = 1e8
 # Relative difference below which values count as constant.
 _CONSTANT = 1e-9
 _MAX_MARKS = 200
-# A line through fewer points is hardly visible, so the points are marked.
+# A line through fewer points than this is hardly visible, so its points are marked.
 _MIN_POINTS_OF_A_LINE = 3
 
 
@@ -50,11 +50,12 @@ class Panel:
     """A panel for one or more curves.
 
     Args:
-        curves: Names of the curves in it.
+        curves: Names of the curves in the panel.
         title: Title above the panel, as returned by `label`.
         unit: "" for a plain number, "B" for bytes, "%" for a share between 0 and 1.
         may_be_logarithmic: Whether to use a logarithmic axis if values span orders of magnitude.
-        own_scale: Whether the steps are not optimizer steps, so the panel needs its own step axis.
+        own_scale: Whether the steps are not optimizer steps, so that the panel needs its own step
+            axis.
     """
 
     curves: tuple[str, ...]
@@ -78,7 +79,7 @@ _PANELS = (
     Panel(curves=("wait_share",), title="waiting for data", unit="%"),
     Panel(curves=("seconds",), title="seconds per step", may_be_logarithmic=True),
 )
-# If the script logs values under one of these names, they may have a logarithmic axis too.
+# Values that the script logs under one of these names may have a logarithmic axis too.
 _LOGARITHMIC_TITLES = frozenset(panel.title for panel in _PANELS if panel.may_be_logarithmic)
 # Names and line styles of curves that share a panel.
 _NAMES_IN_PANEL = {"device_allocated_bytes": "allocated", "device_reserved_bytes": "reserved"}
@@ -86,14 +87,14 @@ _DASHES = {"device_reserved_bytes": "dot"}
 
 
 def present_panels(lanes: Sequence[Lane]) -> list[Panel]:
-    """Return the panels for which a lane has a curve; panels of logged values come last."""
+    """Return the panels for which any lane has a curve. Panels of logged values come last."""
     names = {name for lane in lanes for name in lane.curves}
     recorded = [panel for panel in _PANELS if not names.isdisjoint(panel.curves)]
     return [*recorded, *_logged_panels(lanes)]
 
 
 def _logged_panels(lanes: Sequence[Lane]) -> list[Panel]:
-    """Return a panel for each logged name, up to a limit.
+    """Return a panel for each of the first `MAX_LOGGED` names that the script logged.
 
     Panels whose steps are not optimizer steps come last.
     """
@@ -132,7 +133,13 @@ class PanelArea:
 
 
 def panel_area(number: int, panels: int) -> PanelArea:
-    """Return the position of a panel, given its number from 0 at the top."""
+    """Return the position of a panel in the figure.
+
+    Args:
+        number: Number of the panel, counted from 0 at the top.
+        panels: Number of panels in the figure.
+    """
+    # Plotly numbers axes from 1, but omits the number of the first one.
     gap = _GAPS_SHARE / panels if panels > 1 else 0.0
     height = (1 - gap * (panels - 1)) / panels
     return PanelArea(
@@ -144,7 +151,7 @@ def panel_area(number: int, panels: int) -> PanelArea:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawnCurve:
-    """A curve in the unit of its panel, with its lane and the lane's color."""
+    """A curve to draw, in the unit of its panel, with its lane and the lane's color."""
 
     lane: Lane
     name: str
@@ -152,7 +159,7 @@ class _DrawnCurve:
     colour: str
 
     def divided_by(self, divisor: float) -> _DrawnCurve:
-        """Return the curve with all values divided by `divisor`."""
+        """Return a copy of the curve with all values divided by `divisor`."""
         band = self.curve.band
         if band is not None:
             band = Band(steps=band.steps, low=band.low / divisor, high=band.high / divisor)
@@ -162,7 +169,7 @@ class _DrawnCurve:
 
 
 class PanelDrawing:
-    """Draws a panel with its curves as plotly values.
+    """Draws a panel and its curves as JSON values for plotly.js.
 
     Args:
         panel: The panel to draw.
@@ -170,7 +177,7 @@ class PanelDrawing:
         area: Position of the panel.
 
     Attributes:
-        y_axis: Name of the value axis in traces.
+        y_axis: The name by which traces refer to the panel's value axis.
     """
 
     def __init__(self, panel: Panel, lanes: Sequence[Lane], *, area: PanelArea) -> None:
@@ -216,7 +223,7 @@ class PanelDrawing:
         }
 
     def axes(self) -> Figure:
-        """Return the panel's axes as entries of the layout."""
+        """Return the panel's axes as entries of the figure's layout."""
         axis = self._area.axis
         value_axis = {
             "zeroline": False,
@@ -230,7 +237,7 @@ class PanelDrawing:
         return axes
 
     def _value_range(self) -> Figure:
-        """Return those attributes of the value axis that depend on the unit and the values."""
+        """Return the attributes of the value axis that depend on the unit and the values."""
         finite = self._finite
         if self._unit == "%":
             return {"tickformat": ".0%", "range": [-0.02, 1.02]}
@@ -260,7 +267,7 @@ class PanelDrawing:
         return traces
 
     def _line(self, drawn: _DrawnCurve) -> Figure:
-        """Return the trace of a curve without its band."""
+        """Return the trace of a curve's line, without its band."""
         finite_points = int(np.isfinite(drawn.curve.values).sum())
         name_in_panel = _NAMES_IN_PANEL.get(drawn.name)
         trace_name = label(drawn.lane.label)
@@ -293,7 +300,11 @@ class PanelDrawing:
         return " ".join(part for part in parts if part)
 
     def _nonfinite_marks(self, drawn: _DrawnCurve) -> Figure:
-        """Return crosses at the panel's lowest finite value, because no axis can show NaN."""
+        """Return the trace that marks non-finite values of a curve with crosses.
+
+        The crosses are at the panel's lowest finite value, because no axis can show NaN.
+        """
+        # Keep every n-th step, so that there are at most `_MAX_MARKS` crosses.
         steps = drawn.curve.nonfinite
         steps = steps[:: len(steps) // _MAX_MARKS + 1]
         lowest = float(self._finite.min()) if len(self._finite) else 0.0
@@ -316,7 +327,7 @@ class PanelDrawing:
 
 
 def _byte_unit(finite: FloatArray) -> tuple[str, float]:
-    """Return the best binary unit for these values, and its size in bytes."""
+    """Return the binary unit in which to show these sizes, and the number of bytes in it."""
     if finite.max(initial=0.0) >= 2**30:
         return "GiB", 2.0**30
     return "MiB", 2.0**20
@@ -328,7 +339,7 @@ def _spans_decades(finite: FloatArray) -> bool:
 
 
 def _range_around(value: float) -> list[float]:
-    """Return the axis range for a constant value.
+    """Return the range of an axis that shows a constant value.
 
     Plotly's default range has a width of 2, which would make any learning rate look like 0.
     """
@@ -339,7 +350,7 @@ def _range_around(value: float) -> list[float]:
 
 
 def _band_trace(line: Figure, band: Band) -> Figure:
-    """Return the trace of a band, as a closed polygon in the color of its line."""
+    """Return the trace of a band: a closed polygon in the color of the curve's line."""
     return {
         "type": "scatter",
         "mode": "none",

@@ -1,7 +1,7 @@
 """Convert text, numbers and dates for plotly.js.
 
-All text in a figure passes through `label`, because plotly.js renders some HTML tags and names in a
-run may contain anything.
+All text in a figure passes through `label`, because plotly.js renders some HTML tags, and the names
+in a run may contain anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Figure = dict[str, Any]
 
 
 def label(value: object, most: int = 120) -> str:
-    """Return text that plotly.js shows literally, without tags, entities or control characters.
+    """Return a value as text that plotly.js shows literally, without control characters.
 
     Args:
         value: Any object, which is converted to text.
@@ -29,7 +29,7 @@ def label(value: object, most: int = 120) -> str:
 
 
 def json_numbers(numbers: FloatArray) -> list[float | int | None]:
-    """Round numbers to seven digits, like float32; non-finite ones become None."""
+    """Return numbers rounded to seven digits, as precise as float32. None replaces NaN and Inf."""
     return [_json_number(number) for number in numbers.tolist()]
 
 
@@ -42,5 +42,6 @@ def _json_number(number: float) -> float | int | None:
 
 
 def date(unix_seconds: float) -> str:
-    """Format a time in UTC with milliseconds, as plotly's date axes expect."""
+    """Return a Unix time as text in UTC, in the format that plotly's date axes expect."""
+    # Drop the last three of the six digits of microseconds, because plotly expects milliseconds.
     return moment(unix_seconds, "%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,8 +1,8 @@
 """Draw curves over steps in stacked panels that share a step axis, so they zoom together.
 
-Each quantity has its own panel (``panels``), and each lane has its own color. Panels whose steps
-are not optimizer steps come last and have their own step axes. Marks for events are at the top of
-the first panel.
+Each quantity has its own panel (see ``panels``), and each lane has its own color. Panels whose
+steps are not optimizer steps come last and have their own step axes. Events are marked at the top
+of the first panel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
     """Return the figure of all curves over steps, or None if there are no curves.
 
     Args:
-        lanes: Lanes in the order of their colors.
+        lanes: The lanes to draw, in the order of their colors.
         events: Events to mark, of which only warnings, errors and milestones are drawn.
     """
     panels = present_panels(lanes)
@@ -61,10 +61,10 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
 
 
 def share_equal_curves(lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Move curves that are identical in all lanes to an additional lane, so they are drawn once.
+    """Return lanes in which curves that are the same in several lanes are drawn only once.
 
-    For example, the learning rate is often the same on all ranks. The additional lane has the label
-    "all alike".
+    If all curves of a name are identical, they are moved to an additional lane with the label "all
+    alike". For example, the learning rate is often the same on all ranks.
     """
     curves_by_name: dict[str, list[Curve]] = {}
     for lane in lanes:
@@ -94,7 +94,7 @@ def _is_equal(curve: Curve, other: Curve) -> bool:
 
 
 def _layout(panels: int, *, has_legend: bool) -> Figure:
-    """Return the layout of the figure, to which each panel adds its axes and its title."""
+    """Return the initial layout of the figure, to which each panel adds its axes and its title."""
     pixels = _PANEL_PIXELS * panels
     return {
         "height": _TOP_PIXELS + _BOTTOM_PIXELS + pixels,
@@ -119,7 +119,7 @@ def _layout(panels: int, *, has_legend: bool) -> Figure:
 
 
 def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> list[Figure]:
-    """Return the marks of events at the top of the first panel, with vertical lines below them."""
+    """Return the traces that mark events at the top of the first panel, with lines below them."""
     marks = []
     for recorded in events:
         is_shown = severity(recorded.event) != "info" or recorded.event.kind in _MILESTONES
@@ -132,8 +132,8 @@ def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> lis
 def _step_at(lanes: Sequence[Lane], recorded: RecordedEvent) -> float | None:
     """Return the training step at the time of an event, or None before the first step.
 
-    The step in the event itself is not used, because its source may count steps differently or not
-    at all.
+    The step that the event contains is not used, because its source may count steps differently or
+    not count them at all.
     """
     now = recorded.event.unix_seconds
     begun = [lane for lane in lanes if lane.begun is not None and lane.begun <= now]
@@ -146,7 +146,7 @@ def _step_at(lanes: Sequence[Lane], recorded: RecordedEvent) -> float | None:
 
 
 def _with_line_down(trace: Figure) -> Figure:
-    """Move marks to the event axis, and add error bars that draw lines across the panel."""
+    """Return a trace on the event axis, with error bars that draw lines across the panel."""
     line = {
         "type": "data",
         "symmetric": False,

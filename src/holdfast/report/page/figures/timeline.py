@@ -1,4 +1,4 @@
-"""Draw the timeline: when each process started, trained and ended, with event marks, in UTC."""
+"""Draw the timeline: when each process started, trained and ended, and when events occurred."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
 _MAX_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
-# Width of the space for row names: pixels per character, and maximum.
+# Width of the space for row names, in pixels: the width of a character, and the maximum width.
 _CHARACTER_PIXELS = 8
 _MAX_NAME_PIXELS = 230
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bar:
-    """A period of a process between two Unix times; `kind` is a key of `_COLOURS`."""
+    """A period of a process, from one Unix time to another. `kind` is a key of `_COLOURS`."""
 
     kind: str
     row: str
@@ -47,10 +47,10 @@ def timeline_figure(run: GatheredRun) -> Figure | None:
 
 
 def _rows(run: GatheredRun) -> list[str]:
-    """Return the names of the rows, from top to bottom, at most `_MAX_ROWS`.
+    """Return the names of at most `_MAX_ROWS` rows, from top to bottom.
 
-    A loader worker gets a row only if it recorded an event, because each epoch has new workers and
-    it is unknown when they ended.
+    A loader worker gets a row only if it recorded an event, because each epoch starts new workers,
+    and it is not known when they ended.
     """
     sources = dict.fromkeys(recorded.source for recorded in run.events)
     processes = sorted(run.processes, key=lambda process: role_order(process.role))
@@ -104,7 +104,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: GatheredRun, lane: Lane) -> Iterator[_Bar]:
-    """Yield a bar for each process in which a guard trained: the first, and each resumed one."""
+    """Yield a bar for each process in which a guard trained: the first one, and each resume."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)
@@ -135,7 +135,7 @@ def _bar_trace(kind: str, bars: list[_Bar]) -> Figure:
         "opacity": 0.85,
         "y": [label(bar.row) for bar in bars],
         "base": [date(bar.begin) for bar in bars],
-        # The length is in milliseconds, and at least 1 so that the bar is visible.
+        # Lengths are in milliseconds. They are at least 1, so that every bar is visible.
         "x": [max(1.0, (bar.end - bar.begin) * 1000) for bar in bars],
         "marker": {"color": _COLOURS[kind], "line": {"width": 0}},
         "hovertext": [label(bar.text, 300) for bar in bars],
