@@ -16,7 +16,7 @@ run           one run: the loop over batches, its steps, recovery from NaN and s
 step          one step: attempts, passes and replays; ``result`` defines their results, and
               ``precision`` the autocast context of the forward pass
 splitting     whether a batch may be split, and how its parts are weighted
-evaluation    runs a function on every batch of a loader, for `Guard.evaluate`
+evaluation    runs a function on every batch of a loader, for `Guard.evaluate_batches`
 cursor        the position in the data; ``loader_positions`` returns to it after a resume, and
               ``handed_out`` checks that a step's batch still holds the loader's samples
 state         copies of the state that an attempt may change; ``phase`` tracks the phase of a run

@@ -3,9 +3,9 @@
 Each batch is a transaction, and the last batch commits the whole step.
 
 This is for frameworks that train on each batch as it arrives, so the batches cannot be collected
-into a `Window` first. A batch that runs out of memory is retried or split without
-affecting the gradients of earlier batches. If a batch yields NaN or Inf, the policy determines
-whether the whole step is skipped or continues without the samples that caused it.
+into a `Window` first. A batch that runs out of memory is retried or split without affecting the
+gradients of earlier batches. If a batch yields NaN or Inf, the policy determines whether the whole
+step is skipped or continues without the samples that caused NaN or Inf.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Cursor:
 
     @property
     def batch_size(self) -> int | None:
-        """Return the loader's ``batch_size``, or None if it has none."""
+        """Return the loader's ``batch_size``, or None if the loader has none."""
         size = getattr(self._loader, "batch_size", None)
         return size if isinstance(size, int) else None
 
@@ -128,7 +128,7 @@ class Cursor:
 
     @property
     def promise(self) -> str:
-        """Return how exactly a resumed run reads the same batches from this loader, as text."""
+        """Return a text that states how exactly a resumed run reads the same batches."""
         if self._holdfast_loader is not None:
             return _EXACT_OF_HOLDFAST
         if self._changed_ranks:
@@ -200,7 +200,7 @@ class Cursor:
     def fetch(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch. The batch counts as trained only after `advance`."""
         self._before_fetch = self._position.before_fetch()
-        # From here on, a signal may interrupt the fetch.
+        # Set this before the fetch, because a signal may interrupt the fetch.
         self._progress.fetching = True
         try:
             batch = next(iterator)

@@ -168,7 +168,11 @@ class BatchEvaluator:
         return False
 
     def _run(self, function: EvaluationFunction, batch: Any) -> tuple[Any, str | None]:
-        """Return the outputs on the CPU and None, or None and a one-line out-of-memory message."""
+        """Call a function on a batch, and catch an out-of-memory error.
+
+        Returns:
+            The outputs on the CPU and None, or None and a one-line message about the error.
+        """
         try:
             with autocast(self._device_type, self._precision):
                 return _on_cpu(function(batch)), None

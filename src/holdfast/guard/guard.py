@@ -58,7 +58,7 @@ from holdfast.recorder.scalars import check_scalars
 
 
 class Guard:
-    """Keeps a training run alive, correct and within its memory.
+    """Keeps a training run alive, correct and within the available memory.
 
     Creating a guard locks the run directory. If the directory contains a valid checkpoint, the
     state of all objects passed here is restored from the newest one. The directory is unlocked when
@@ -495,9 +495,9 @@ class Guard:
     ) -> bool:
         """Report a metric that was measured on the validation set.
 
-        The guard steps every ReduceLROnPlateau with the same `mode` with this value. The diagnosis
-        uses the metric ``"loss"`` to detect overfitting. With several ranks, all of them must
-        report the same value.
+        The guard passes the value to the ``step`` of every ReduceLROnPlateau that has this `mode`.
+        The diagnosis uses the metric ``"loss"`` to detect overfitting. With several ranks, all of
+        them must report the same value.
 
         Args:
             value: The metric over the whole validation set: a number, or a tensor with one element.
@@ -640,8 +640,8 @@ class Guard:
         not run, because an interrupted evaluation has no result.
 
         After `request_stop`, the evaluation completes before the loop ends. The same applies to a
-        signal that arrives while the models contain other weights than the trained ones, such as an
-        average that the script has swapped in, because a checkpoint would save those weights.
+        signal that arrives while the models hold weights other than the trained ones, such as an
+        average that the script has swapped in, because a checkpoint would contain those weights.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()

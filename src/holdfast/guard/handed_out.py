@@ -72,7 +72,7 @@ class HandedOut:
         if len(unchanged) == len(leaves):
             return True
         # The changed leaves may be augmented versions of the loader's leaves, or may come from
-        # another loader. The latter is impossible if no loader has yielded a batch since then.
+        # another loader. The latter is impossible if no loader has yielded a batch after this one.
         no_other_batch = Epoch.handed_out == self._batches_handed_out
         return no_other_batch and _sizes(leaves) == _sizes(originals)
 
@@ -142,7 +142,7 @@ def _has_equal_values(leaf: Any, original: Any) -> bool:
 
 
 def _tensors_are_equal(values: torch.Tensor, original: torch.Tensor) -> bool:
-    """Return whether a tensor has the original's values, possibly in another dtype or device."""
+    """Return whether a tensor equals the original, even in another dtype or on another device."""
     if values.shape != original.shape or not torch.can_cast(original.dtype, values.dtype):
         return False
     # Comparing raises an error for some dtypes or if memory is short, which must not end the run.

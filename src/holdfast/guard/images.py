@@ -40,7 +40,7 @@ _HALF_A_LEVEL = 0.5 / 255
 
 
 def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
-    """Write an image of the current step, delete the tag's oldest images, and record an event.
+    """Write an image for the current step, delete the tag's oldest images, and record an event.
 
     If the image cannot be written, or 64 other tags already have images, an ``image_left_out``
     event is recorded instead. No error is raised.

@@ -2,7 +2,8 @@
 
 `StatefulLoader`   for a loader with ``state_dict`` and ``load_state_dict``, which restores its
                    position itself
-`HoldfastLoader`   for a `holdfast.DataLoader`, which does so exactly and without reading any data
+`HoldfastLoader`   for a `holdfast.DataLoader`, which restores its position exactly and without
+                   reading any data
 `ReplayedLoader`   for any other iterable: the random state from the start of the epoch is restored,
                    and the batches before the position are read and discarded
 
@@ -185,8 +186,8 @@ class StatefulLoader:
     def _refresh_state(self) -> None:
         """Update the stored position from the loader.
 
-        It is kept if the loader is ahead because a batch was fetched but not counted, or if the
-        loader has not been moved to it yet.
+        The stored position is left unchanged if the loader is ahead of it, because a batch was
+        fetched but not counted, or if the loader has yet to be moved to it.
         """
         if not self._progress.fetching and not self._must_load:
             self._state = self._current_state()
@@ -299,7 +300,7 @@ class ReplayedLoader:
         return self._replay(random_state)
 
     def _notice_changed_order(self) -> None:
-        """Note whether the script has changed the input of the order since the last epoch."""
+        """Check whether the script has changed what determines the order since the last epoch."""
         order = digest_order(self._loader)
         if self._order is not None and order != self._order:
             self.order_was_changed = True

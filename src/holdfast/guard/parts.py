@@ -107,7 +107,7 @@ class Parts:
     # --- settings
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the optimizers and of torch schedulers that have plain values.
+        """Return those settings of optimizers and torch schedulers that have plain values.
 
         Returns:
             Numbers, strings, None, and lists of numbers, keyed by names such as

@@ -98,8 +98,8 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     # The optimizers begin to change the weights.
     (Phase.IN_STEP, Transition.COMMIT): Phase.COMMITTING,
     (Phase.IN_FURTHER_STEP, Transition.COMMIT): Phase.COMMITTING,
-    # The committed step is complete. If an optimizer hook ran a step of its own, that step has
-    # already ended with this transition, so the outer step ends in the phase after a step.
+    # The committed step is complete. If an optimizer hook ran a step of its own, the inner step has
+    # already caused this transition, so the phase no longer changes when the outer step completes.
     (Phase.COMMITTING, Transition.COMMITTED): Phase.AFTER_STEP,
     (Phase.AFTER_STEP, Transition.COMMITTED): Phase.AFTER_STEP,
     # The batch of a step that was taken back is skipped.

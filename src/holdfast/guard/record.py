@@ -246,7 +246,7 @@ class RunRecord:
             self.emit(run_events.LeftByException(exception=error.__name__))
 
     def _record_error(self, error: BaseException) -> None:
-        """Record an error with its frames, unless the same error was recorded last."""
+        """Record an error with its frames, unless it equals the error that was recorded last."""
         facts = describe_exception(error, error.__traceback__)
         type_and_message = (facts["type"], facts["message"])
         if type_and_message == self._left_by:

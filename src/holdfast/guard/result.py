@@ -22,7 +22,7 @@ class PassResult(NamedTuple):
     loss: torch.Tensor
     # The number of items in the mean, or in the first term's mean if the loss has several terms.
     items: float | torch.Tensor
-    # ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
+    # The positions ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
     # Whether the number of items is a count and must therefore be a whole number.
     counted: bool = False
@@ -80,7 +80,7 @@ class StepAttempt:
     facts: GradientFacts
     # The norm of each gradient, in the order of the parameters in `groups`.
     norms: torch.Tensor
-    # ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
+    # The positions ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
     extra: Mapping[str, Any] | None = None
 
@@ -255,7 +255,8 @@ class Statistics:
         epoch: The number of completed epochs.
         steps: The number of steps committed over all restarts, including those that were later
             rolled back.
-        skipped_steps: The number of steps skipped because of NaN or Inf.
+        skipped_steps: The number of steps that were refused because of NaN or Inf, or because the
+            loss or gradient norm was unusually large.
         out_of_memory: The number of attempts that ran out of memory.
         rollbacks: The number of rollbacks.
         resumes: The number of times that a new process has resumed the run from a checkpoint.

@@ -103,7 +103,7 @@ class Schedule:
 
 
 class Schedules:
-    """The schedulers of a run, which steps, epochs and validations advance.
+    """Advances the schedulers of a run after steps, epochs and validations.
 
     Args:
         schedulers: The schedulers by name. A scheduler may have the name of its optimizer.

@@ -154,7 +154,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
-        """Let a signal raise `Interrupted` in the body, if `allowed` returns True at that time.
+        """Let a signal raise `Interrupted` in the body if `allowed` returns True when it arrives.
 
         If `allowed` returns False, the loop honors the request at its next boundary. A request that
         has already ended a loop does not interrupt the code after that loop.

@@ -8,8 +8,8 @@
     for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
-Accelerate provides the device, the precision and the loaders, and holdfast runs the steps. It
-differs from plain Accelerate as follows:
+Accelerate provides the device, the precision and the loaders, and holdfast runs the steps. These
+are the differences from plain Accelerate:
 
 - ``guard.step`` replaces ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
   ``optimizer.step``, ``scheduler.step`` and ``zero_grad``.
@@ -169,7 +169,7 @@ class AcceleratedGuard(Guard):
 
 
 def _unwrap_each(prepared: Any, unwrap: Callable[[Any], Any]) -> Any:
-    """Return an object unwrapped, or a dict of named objects with each value unwrapped."""
+    """Unwrap an object, or each value in a dict of named objects, and return the result."""
     if prepared is None:
         return None
     if isinstance(prepared, Mapping):
@@ -308,11 +308,11 @@ class PreparedLoader:
         return getattr(self._loader, "base_dataloader", None)
 
     def __len__(self) -> int:
-        """Return the number of windows in an epoch."""
+        """Return the number of batches in an epoch, or of windows if accumulation is on."""
         return math.ceil(len(self._loader) / self._batches_per_window)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device, or windows of them if accumulation is on."""
+        """Yield batches on the device, or windows of batches if accumulation is on."""
         batches = (self._send_to_device(batch, self._device) for batch in self._batches())
         if self._batches_per_window == 1:
             yield from batches

@@ -14,7 +14,7 @@ from holdfast.core.errors import PolicyError
 
 _T = TypeVar("_T")
 
-# Accelerate's distributed types that use no engine, such as DeepSpeed, that runs the optimizer.
+# Accelerate's distributed types without an engine, such as DeepSpeed, to run the optimizer.
 _PLAIN_DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 # Maps Accelerate's precision names to the values of `Policy.precision`.
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}

@@ -135,7 +135,7 @@ def _is_disk_error(error: Exception) -> bool:
 def newest_checkpoint(
     candidates: Iterable[Path], emit: Emit | None = None, run_dir: Path | None = None
 ) -> Path | None:
-    """Return the newest checkpoint that verifies, or None if no save was ever completed.
+    """Return the newest checkpoint that passes verification, or None if no save ever completed.
 
     Newer checkpoints that fail verification are moved aside, and an event reports each of them.
 

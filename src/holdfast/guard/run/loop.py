@@ -32,8 +32,8 @@ from holdfast.memory.oom import naming_lack_of_memory
 # epoch, and the Hugging Face Trainer every 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
-# The first epochs, up to this many, are all recorded as events. After that, only some epochs are
-# recorded, so that these events never fill the recorder's ring buffer.
+# The end of every epoch up to this one is recorded as an event. After that, only some ends of
+# epochs are recorded, so that these events never fill the recorder's ring buffer.
 _EPOCHS_WITH_EVENTS = 100
 
 
@@ -61,7 +61,7 @@ class Limits:
                 )
 
     def are_reached(self, *, epochs: int, steps: int) -> bool:
-        """Return whether a run that has completed so many epochs and steps has reached a limit."""
+        """Return whether a run with these numbers of completed epochs and steps is at a limit."""
         if self.epochs is not None and epochs >= self.epochs:
             return True
         return self.steps is not None and steps >= self.steps

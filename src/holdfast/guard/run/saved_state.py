@@ -35,7 +35,7 @@ class SavedState:
     Args:
         context: The shared objects of the run.
         directory: The run directory.
-        chooser: Decides when to save. The costs of saves that it has measured are saved too.
+        chooser: Decides when to save. The save costs that it has measured are saved too.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SavedState:
         return self._record.global_step, 0 if self._cursor is None else self._cursor.trained
 
     def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor, with its name, that must be finite for the state to be saved.
+        """Yield the name and value of each tensor that must be finite for the state to be saved.
 
         These are the trainable parameters, the optimizer state and running statistics.
         """

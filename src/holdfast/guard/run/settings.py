@@ -33,7 +33,7 @@ class RunSettings:
         return self._begun_with
 
     def restore(self, begun_with: dict[str, Any]) -> None:
-        """Take over the settings in a checkpoint, and report those that the script has changed.
+        """Adopt the settings in a checkpoint, and report those that the script has changed.
 
         The settings in the checkpoint override those in the script.
 

@@ -135,7 +135,8 @@ class Recovery:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
             self._record.emit(kind(loss_scale=outcome.loss_scale, reason=reason))
-            # fp16 training finds its loss scale by trial and error, so lowering it is no failure.
+            # fp16 training finds its loss scale by trial and error, so this is not a failure unless
+            # the scale has collapsed.
             if not collapsed:
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
         counters.note_nonfinite()
@@ -436,7 +437,7 @@ class Steps:
             batch: The batch.
             loss_fn: The loss function.
             names: The names of the optimizers to step.
-            split: The position of the batch dimension, or None for that of the guard.
+            split: The position of the batch dimension, or None to use the guard's `split`.
         """
         state = self.session.state
         diagnosis = self.engine.diagnosis

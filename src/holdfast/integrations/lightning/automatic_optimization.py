@@ -159,7 +159,7 @@ class AutomaticOptimization(Optimization):
         self._output = None
 
     def _loss_of_part(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch or of a part of it. The guard uses this as loss function."""
+        """Return the loss of the batch or of a part of it, as the loss function of the guard."""
         self._part = part
         self.is_called_by_guard = True
         try:

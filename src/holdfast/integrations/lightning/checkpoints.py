@@ -57,9 +57,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     - Weights or optimizer state with NaN or Inf are not saved, and a disk error does not end
       training. An event reports either case.
-    - A file that fails verification is not loaded. The newest file in the same folder that
-      verifies is loaded instead.
-    - The last file that verifies is never removed.
+    - A file that fails verification is not loaded. The newest file in the same folder that passes
+      is loaded instead.
+    - The last file that passes verification is never removed.
 
     Remote paths are left to Lightning.
 
@@ -118,12 +118,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
     def verified(self, path: Any) -> Any:
-        """Return the file if it verifies, otherwise the newest file in its folder that does.
+        """Return a file if it passes verification, otherwise the newest in its folder that does.
 
         A path that is remote or does not exist is returned unchanged.
 
         Raises:
-            CheckpointError: H312 if no file verifies, or if the path is a broken link.
+            CheckpointError: H312 if no file passes verification, or if the path is a broken link.
             RunDirectoryError: H307 if a file cannot be read at the moment.
         """
         target = _local_path(path)
@@ -149,7 +149,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     # --- Removing ---
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, unless it is the last one in its folder that verifies."""
+        """Remove a file, unless it is the last one in its folder that passes verification."""
         target = _local_path(path)
         if target is None or not target.is_file() or target.is_symlink():
             super().remove_checkpoint(path)
@@ -181,7 +181,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _is_last_good(path: Path) -> bool:
-    """Return whether a file may be the only checkpoint in its folder that verifies.
+    """Return whether a file may be the only checkpoint in its folder that passes verification.
 
     The file itself is not verified. It only has to be sealed.
     """

@@ -231,7 +231,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the exception and close the run directory. After SIGTERM, save first."""
+        """Record the exception and close the run directory. After a stop signal, save first."""
         super().on_exception(exception)
         guard = self.holdfast_guard
         module = self.lightning_module
@@ -283,7 +283,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             self.lightning_module.trainer.should_stop = True
 
     def _automatic_optimization(self) -> AutomaticOptimization | None:
-        """Return the object that runs automatic optimization's steps.
+        """Return the object that runs the steps in automatic optimization.
 
         Return None if the module optimizes manually, or if the guard runs no step on this batch.
         """
@@ -293,7 +293,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step``, within a guarded step where the guard runs steps."""
+        """Run the module's ``training_step``, within a guarded step in automatic optimization."""
         optimization = self._automatic_optimization()
         if optimization is not None:
             return optimization.training_step(*args, **kwargs)

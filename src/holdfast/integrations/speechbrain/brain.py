@@ -287,7 +287,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return result.loss.detach().cpu()
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch or of a part of it. The guard uses this as loss function."""
+        """Return the loss of the batch or of a part of it, as the loss function of the guard."""
         stage = load("speechbrain").Stage.TRAIN
         with self.training_ctx:
             outputs = self.compute_forward(part, stage)

@@ -1,4 +1,4 @@
-"""Seal the checkpoints of SpeechBrain when they are complete, and verify them before loading.
+"""Seal SpeechBrain's checkpoints when they are complete, and verify them before loading.
 
 SpeechBrain writes ``CKPT.yaml`` first and the other files after it, so an interrupted save looks
 complete. This module marks each folder as unfinished before SpeechBrain writes it, and seals it
@@ -89,8 +89,8 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         Better checkpoints that fail verification are moved aside.
 
         Raises:
-            CheckpointError: H312 if there is a complete checkpoint but none verifies, or if a
-                checkpoint is a broken link.
+            CheckpointError: H312 if there is a complete checkpoint but none passes verification,
+                or if a checkpoint is a broken link.
             RunDirectoryError: H307 if a checkpoint cannot be read at the moment.
         """
         # `find_checkpoints` does not list these folders, but they have to be moved aside or

@@ -15,7 +15,7 @@ from holdfast.loader.loader import DataLoader
 
 
 class PositionedLoader:
-    """Wraps a `holdfast.DataLoader` so that the Trainer can skip batches without losing its order.
+    """Wraps a `holdfast.DataLoader` so that it keeps its order when the Trainer skips batches.
 
     To skip batches, ``accelerate.skip_first_batches`` creates a new loader and copies the class
     attributes below. Their values describe a loader without workers whose dataset yields whole

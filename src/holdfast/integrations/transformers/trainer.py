@@ -205,8 +205,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             split=self._holdfast_split,
         )
         if carried is None:
-            # The Trainer may have resumed from a checkpoint without carried state, which holds only
-            # the Trainer's own count of steps.
+            # The Trainer may have resumed from a checkpoint without carried state. In that case,
+            # continue from the Trainer's own step count.
             guard.count_from(self.state.global_step)
         training.loss = WindowLoss(self, model, self._holdfast_split)
         training.window = []

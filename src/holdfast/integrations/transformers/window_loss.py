@@ -56,7 +56,7 @@ class WindowLoss:
         self._uses_items: bool | None = None
 
     def begin_window(self, batches: Sequence[Any], num_items: Any, guard: HostedGuard) -> Window:
-        """Return a step's batches as a `Window`, to be trained with this object as loss function.
+        """Return a step's batches as a `Window` to train with this object as the loss function.
 
         Args:
             batches: The micro-batches of the step.
