@@ -285,6 +285,7 @@ class Cursor:
         """
         if self._length is None:
             self._length = self._measured_length()
+        # The current batch is not included in `batches` while `fetching` is True.
         return (
             self._progress.under_way
             and self._progress.batches + self._progress.fetching == self._length

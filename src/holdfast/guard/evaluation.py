@@ -415,6 +415,7 @@ def _combined_mean(values: list[Any]) -> float:
 
 
 def _concatenated(path: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    # Only the first dimension, which counts the samples, may differ between batches.
     shapes = dict.fromkeys(tuple(tensor.shape[1:]) for tensor in tensors)
     if len(shapes) > 1:
         raise _bad_output(

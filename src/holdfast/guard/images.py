@@ -138,6 +138,7 @@ def _delete_oldest(folder: Path) -> None:
             path.unlink(missing_ok=True)
         elif path.suffix == ".png" and path.stem.isdecimal():
             images.append((path.stat().st_mtime_ns, int(path.stem), path))
+    # Keep the newest images, which are the last ones in the sorted list.
     for _, _, path in sorted(images)[:-MOST_OF_A_TAG]:
         path.unlink(missing_ok=True)
 

@@ -342,4 +342,5 @@ def _callers() -> list[list[Any]]:
         if code.co_filename != __file__:
             callers.append([printable(code.co_filename), frame.f_lineno, printable(code.co_name)])
         frame = frame.f_back
+    # The frames were collected from the innermost to the outermost.
     return callers[::-1]

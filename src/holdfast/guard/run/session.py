@@ -190,6 +190,7 @@ class Session:
 
     def _check_not_continued(self) -> None:
         """Raise H306 if another process has saved since this session closed the directory."""
+        # The newest checkpoint has the id before the next free one.
         if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
             raise RunDirectoryError(
                 f"another process has continued the run in {self._directory.path}",

@@ -95,6 +95,7 @@ class Recovery:
         decision = decide_after_spike(
             level,
             action=policy.spike_action,
+            # Include this step, which is counted only after it has been refused.
             hard_in_a_row=counters.spikes_in_a_row + 1,
             patience=policy.nonfinite_patience,
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
@@ -329,6 +330,7 @@ class Recovery:
         if not twice:
             obstacle = self._return(rewind_data=rewind_data)
         if obstacle is not None:
+            # `at_step` is the number of committed steps, so the failed step is the next one.
             raise self._out_of_memory_error(
                 f"in the middle of step {at_step + 1} ({partial})", obstacle
             )

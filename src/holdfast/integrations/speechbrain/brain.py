@@ -132,6 +132,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         """Let ``Brain`` restore its checkpoint, then open the guard."""
         super().on_fit_start()
         for attribute in _SEVERAL_PROCESSES:
+            # The attribute does not state the number of processes. Any number above 1 is refused.
             count = 2 if getattr(self, attribute, False) else 1
             check_one_process(count, f"{attribute}: processes or devices")
         optimizers = self._holdfast_optimizers()

@@ -36,6 +36,7 @@ def split_padded(batch: Any, size: int) -> list[Any]:
         part = copy.copy(batch)
         for key in vars(batch)[keys_attribute]:
             setattr(part, key, _select(batch[key], samples))
+        # The last part may have fewer samples than the others.
         setattr(part, length_attribute, min(size, len(batch) - start))
         parts.append(part)
     return parts

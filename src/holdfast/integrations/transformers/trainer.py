@@ -238,6 +238,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         training = self._holdfast
         loader = named.get("train_dataloader")
         training.trainer_loader = loader
+        # Epochs are counted from 0, so this epoch ends with step `(epoch + 1) * steps per epoch`.
         training.last_step_of_epoch = (named["epoch"] + 1) * named["num_update_steps_per_epoch"]
         if isinstance(loader, DataLoader):
             training.loader = loader
