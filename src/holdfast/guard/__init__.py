@@ -11,15 +11,15 @@ guard         `Guard`, the public class; ``hosted`` and ``accumulation`` adapt i
 arguments     checks the arguments of `Guard` and collects them in `Parts`, with ``optimizers``,
               ``schedules`` and ``scheduler_interface``; ``reachable`` finds objects inside
               others, such as the optimizer of a scheduler
-context       what the objects that carry out a run share
+context       `RunContext`: the objects that the engine, the session and their parts share
 run           one run: the loop over batches, its steps, recovery from NaN and spikes, resuming
 step          one step: attempts, passes and replays; ``result`` defines their results, and
               ``precision`` the autocast context of the forward pass
 splitting     whether a batch may be split, and how its parts are weighted
-evaluation    runs a function on every batch of a loader, for `Guard.evaluate`
+evaluation    runs a function on every batch of a loader, for `Guard.evaluate_batches`
 cursor        the position in the data; ``loader_positions`` returns to it after a resume, and
               ``handed_out`` checks that a step's batch still holds the loader's samples
-state         copies of the state that an attempt may change; ``phase`` tracks what a run is doing
+state         copies of the state that an attempt may change; ``phase`` tracks the phase of a run
 saving        what a checkpoint contains, when it is saved, and the best checkpoints;
               ``optimizer_state`` and ``scheduler_state`` handle two of its parts
 ranks         several ranks: making the same decisions on all of them, and handling a rank that

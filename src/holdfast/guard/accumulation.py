@@ -2,10 +2,10 @@
 
 Each batch is a transaction, and the last batch commits the whole step.
 
-This is for frameworks that train on each batch as it arrives, so that the batches cannot be
-collected into a `Window` first. A batch that runs out of memory is retried or split without
-affecting the gradients of earlier batches. If a batch yields NaN or Inf, the policy determines
-whether the whole step is skipped or continues without the samples that caused it.
+This is for frameworks that train on each batch as it arrives, so the batches cannot be collected
+into a `Window` first. A batch that runs out of memory is retried or split without affecting the
+gradients of earlier batches. If a batch yields NaN or Inf, the policy determines whether the whole
+step is skipped or continues without the samples that caused NaN or Inf.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from holdfast.loader.splitting import Split
 
 
 class Accumulation:
-    """Accumulates the gradients of the batches in one step.
+    """Accumulates gradients over the batches of one optimizer step.
 
-    Between batches, this needs memory for a second copy of the gradients.
+    The accumulated gradients are kept in addition to those of the current batch, so a step needs
+    memory for two copies of the gradients.
 
     Args:
         guard: The guard. Once this object exists, no other code may call ``guard.step``.
@@ -40,7 +41,7 @@ class Accumulation:
         # The accumulated gradients of earlier batches, without loss scaling.
         self._gradients = guard.steps.engine.earlier_gradients
         self._gradients.discard()
-        # Copies of the buffers from before the first batch of the step.
+        # Copies of the buffers, made before the first batch of the step.
         self._buffers = self._attempts.safety.keeper()
         # The random state before the first batch of the step. None between two steps.
         self._begun: RandomState | None = None
@@ -49,23 +50,23 @@ class Accumulation:
 
     @property
     def attempt(self) -> int | None:
-        """Return the number of the attempt that is being made; it differs for every attempt.
+        """Return the unique number of the current attempt, or None outside an attempt.
 
-        None while no attempt is being made: when the guard calls the loss function now, that is a
-        trial of a split or a replay that searches for a cause.
+        If it is None while the loss function is running, the guard is testing whether the batch can
+        be split, or is replaying the step to find the cause of a failure.
         """
         return self._attempts.current
 
     @property
     def pending(self) -> bool:
-        """Return whether a step is under way.
+        """Return whether a step has begun and not yet received its last batch.
 
-        A checkpoint that is saved now must include `state_dict`.
+        If so, a checkpoint saved now must include `state_dict`.
         """
         return self._begun is not None
 
     def show(self) -> None:
-        """Set ``grad`` of each parameter to its accumulated gradient, for code that reads it."""
+        """Set each parameter's ``grad`` to its accumulated gradient, for code that reads it."""
         self._gradients.show()
 
     def forget(self) -> None:
@@ -77,7 +78,7 @@ class Accumulation:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of a step that is under way, or None between two steps."""
+        """Return the state of the unfinished step, or None between two steps."""
         if self._begun is None:
             return None
         gradients = {
@@ -93,9 +94,12 @@ class Accumulation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a step that was under way when its state was saved.
+        """Continue a step that was unfinished when its state was saved.
 
-        Parameters and buffers must have the same values as at that time.
+        The models' parameters and buffers must have the values that they had at the time of saving.
+
+        Args:
+            state: The value that `state_dict` returned.
         """
         gradients = state["gradients"]
         self._gradients.hold(
@@ -126,7 +130,8 @@ class Accumulation:
     ) -> StepResult:
         """Add a batch's gradient to the accumulated gradients.
 
-        If an error is raised, the gradients of earlier batches are unchanged.
+        If an error is raised, the gradients of earlier batches remain unchanged. The arguments are
+        those of `Guard.step`.
 
         Returns:
             The result for this batch. If its gradient contains NaN or Inf, ``skipped`` is True, and

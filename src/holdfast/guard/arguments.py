@@ -1,7 +1,7 @@
-"""Check and name the arguments of `Guard`, before a run directory is created.
+"""Check the arguments of `Guard` and give each a name, before the run directory is created.
 
 `gather_parts` checks the models, optimizers, schedulers and additional state, and `check_loader`
-checks the loader. A wrong argument is refused with H105. The checks of a single optimizer are in
+checks the loader. A wrong argument raises H105. The checks of a single optimizer are in
 ``optimizers``.
 """
 
@@ -30,7 +30,7 @@ from holdfast.numerics.eager import as_written
 def gather_parts(
     model: Any, optimizer: Any, scheduler: Any, state: Any, averaged: Any = None
 ) -> Parts:
-    """Check the objects that `Guard` was given, and return them as named parts.
+    """Check the objects passed to `Guard`, and return them as named parts.
 
     Args:
         model: A module, or a dict of modules by name.
@@ -38,7 +38,7 @@ def gather_parts(
         scheduler: A scheduler, a dict of schedulers by name, or None.
         state: An object with ``state_dict`` and ``load_state_dict``, a dict of such objects by
             name, or None.
-        averaged: An `AveragedModel`, a dict of averages by the names of their models, or None.
+        averaged: An `AveragedModel`, a dict of such averages by model name, or None.
 
     Raises:
         PolicyError: H105 to H108, for the first wrong argument.
@@ -84,10 +84,13 @@ def _named(argument: Any, kind: str, needed_type: type) -> dict[str, Any]:
     """Check the values of an argument and return them by name.
 
     Args:
-        argument: A single value, which is named after its kind, or a dict of values by name.
+        argument: A single value, which is named `kind`, or a dict of values by name.
         kind: The name of the argument, such as ``"model"``.
-        needed_type: The type that each value must have. For `Stateful`, the methods must accept
-            the right number of arguments.
+        needed_type: The type that each value must have. For `Stateful`, the value's ``state_dict``
+            and ``load_state_dict`` must also accept the right number of arguments.
+
+    Raises:
+        PolicyError: H105 if there are no values, or if a name or a value is invalid.
     """
     values = dict(argument) if isinstance(argument, Mapping) else {kind: argument}
     if not values:
@@ -121,7 +124,7 @@ def _has_type(value: Any, needed_type: type) -> bool:
 
 
 def _can_save_and_load(value: Any) -> bool:
-    """Return whether an object has working ``state_dict()`` and ``load_state_dict(state)``."""
+    """Return whether ``state_dict()`` and ``load_state_dict(state)`` can be called on an object."""
     if isinstance(value, type):
         return False
     saves = _accepts(getattr(value, "state_dict", None), argument_count=0)
@@ -129,9 +132,9 @@ def _can_save_and_load(value: Any) -> bool:
 
 
 def _accepts(method: Any, *, argument_count: int) -> bool:
-    """Return whether a method can be called with this number of arguments.
+    """Return whether a method can be called with this number of positional arguments.
 
-    A method without a signature, as some in C extensions, is assumed to accept them.
+    Some methods in C extensions have no signature. They are assumed to accept the arguments.
     """
     if not callable(method):
         return False
@@ -167,7 +170,7 @@ def _describe(value: Any) -> str:
 def _without_wrappers(
     models: dict[str, nn.Module], wrappers: Mapping[str, DistributedDataParallel]
 ) -> dict[str, nn.Module]:
-    """Return the models without their wrappers, so that parameter names are always the same."""
+    """Return the models without DDP wrappers, whose ``module.`` prefix would change the names."""
     if not wrappers:
         return models
     bare: dict[str, nn.Module] = dict(models)
@@ -219,7 +222,7 @@ def _averages(averaged: Any, models: Mapping[str, nn.Module]) -> dict[str, Avera
 
 
 def _is_average_of(average: Any, model: nn.Module | None) -> bool:
-    """Return whether this is an average whose tensors match those of the model."""
+    """Return whether `average` is an `AveragedModel` with the model's tensor names and shapes."""
     if not isinstance(average, AveragedModel):
         return False
     return _names_and_shapes(average.module) == _names_and_shapes(model)
@@ -232,7 +235,10 @@ def _names_and_shapes(module: nn.Module | None) -> list[tuple[str, torch.Size]]:
 
 
 def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise H105 if two optimizers are the same, or one wraps the other. Both would step it."""
+    """Raise H105 if two optimizers are the same object, or one wraps the other.
+
+    Each step would then update the same weights twice.
+    """
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         for identity in identities(optimizer):
@@ -245,7 +251,7 @@ def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
 
 
 def _check_shapes(kind: str, values: Mapping[str, Any]) -> None:
-    """Raise H105 for modules with uninitialized lazy tensors, such as those of LazyLinear."""
+    """Raise H105 if a module has uninitialized lazy tensors, such as those of LazyLinear."""
     for name, value in values.items():
         if not isinstance(value, nn.Module):
             continue
@@ -282,7 +288,7 @@ def _wrong_argument(problem: str, limit: str) -> PolicyError:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise H105 for a loader that is not an iterable of batches, or has no batches left."""
+    """Raise H105 if a loader is not an iterable of batches, or is an exhausted generator."""
     limit = "the guard iterates over it to get batches"
     fix = "pass a DataLoader or another iterable of batches."
     if _is_dataset(loader):
@@ -314,9 +320,9 @@ def check_loader(loader: Any) -> None:
 
 
 def _is_dataset(loader: Any) -> bool:
-    """Return whether a value is a map-style dataset from torch or from the ``datasets`` package.
+    """Return whether `loader` is a map-style dataset from torch or the ``datasets`` package.
 
-    Iterable datasets do not count, since they may yield whole batches.
+    An iterable dataset is accepted as a loader, since it may yield whole batches.
     """
     if isinstance(loader, Dataset):
         return not isinstance(loader, IterableDataset)

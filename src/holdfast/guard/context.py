@@ -1,4 +1,4 @@
-"""`RunContext`: the objects that the engine, the session and their parts share in one run."""
+"""`RunContext`: the objects that the engine, the session and their parts share during one run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from holdfast.numerics.spikes import SpikeDetector
 class RunContext:
     """The objects that the engine, the session and their parts share.
 
-    `Guard` creates it once and passes it on, so that none of these objects has to know the others.
+    `Guard` creates one context and passes it to the engine and the session, so that the shared
+    objects need no references to each other.
     """
 
     # The models, optimizers and further state of the run.
@@ -36,22 +37,22 @@ class RunContext:
     # Where events are recorded.
     record: RunRecord
     ranks: Ranks
-    # The phase of the run, and whether its state is sound.
+    # The phase of the run, and whether its state in memory is sound.
     state: RunState
-    # The remedies for out-of-memory errors that are in use, and the next ones to try.
+    # The remedies for out-of-memory errors: those in use, and the next ones to try.
     ladder: MemoryLadder
     # Copies of the buffers and of the `state=` objects that an attempt may change.
     buffers: BufferKeeper
     loss_scale: LossScale
-    # Optimizer state that the guard has created before the optimizers' first step.
+    # Optimizer state that the guard created before the optimizers' first step.
     created_state: CreatedState
-    # If a step has several batches, the gradients of the batches before the current one.
+    # The gradients of the current step's earlier batches, if a step has several batches.
     earlier_gradients: EarlierGradients
     diagnosis: Diagnosis
     # The position in the loader. None if the guard has no loader.
     cursor: Cursor | None
     schedules: Schedules
-    # Detects losses and gradient norms that stand out.
+    # Detects unusually large losses and gradient norms.
     spikes: SpikeDetector
     counters: Counters
 

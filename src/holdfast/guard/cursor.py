@@ -1,8 +1,8 @@
-"""Count the epochs and batches that the run has trained on, and return to that position.
+"""Count the epochs and batches that the run has trained on, and return to a saved position.
 
 A batch counts as trained once the loop body has finished with it. A batch that was fetched but not
 trained is fetched again after a resume or a rollback. How a loader is moved to a position depends
-on its type; see ``loader_positions``. The position in a plain iterator is not restored, since an
+on its type; see ``loader_positions``. The position of a plain iterator is not restored, since an
 iterator cannot be restarted.
 """
 
@@ -65,7 +65,7 @@ class EpochFacts:
 
     # The number of batches in the whole epoch.
     batches: int
-    # The number of samples per batch, or None if the loader does not provide it.
+    # The number of samples per batch, or None if the loader has no ``batch_size``.
     batch_size: int | None
 
 
@@ -83,19 +83,19 @@ class Cursor:
         self._devices = devices
         self._progress = EpochProgress()
         self._position = position_in(loader, devices, self._progress)
-        # Why a resume on a different number of ranks promises less. Empty if the promise is not
-        # affected. Cleared at the end of the epoch in which the checkpoint was saved.
+        # The promise after a resume on a different number of ranks, with its reason. Empty if the
+        # promise is not affected. Cleared at the end of the epoch in which the run was resumed.
         self._changed_ranks = ""
-        # Whether this process started the epoch after its first batch, due to a resume or rollback.
+        # Whether a resume or rollback made the current iterator start in the middle of the epoch.
         self._begun_in_the_middle = False
-        # Whether the loop was left before a step was run on its current batch.
+        # Whether the loop was left before its current batch was counted as trained.
         self.left_in_batch = False
-        # The batch that the loop body is using. The loop also refers to it until the next batch is
-        # fetched, so this reference does not extend its lifetime.
+        # The batch that the loop body is using. The loop also refers to the batch until it fetches
+        # the next one, so this reference does not extend the batch's lifetime.
         self._handed_out: HandedOut | None = None
         # The random state before the current batch was fetched.
         self._before_fetch: RandomState | None = None
-        # The number of batches in this epoch. None before the first query, -1 if it is unknown.
+        # The number of batches in this epoch. None if not yet queried, -1 if it is unknown.
         self._length: int | None = None
 
     @property
@@ -115,20 +115,20 @@ class Cursor:
 
     @property
     def passed(self) -> int:
-        """Return the number of batches since the last batch for which a step was run."""
+        """Return the number of batches since the last one for which a step was run."""
         return self._progress.batches_without_step
 
     @property
     def batch_size(self) -> int | None:
-        """Return the loader's batch size, or None if the loader does not provide it."""
+        """Return the loader's ``batch_size``, or None if the loader has none."""
         size = getattr(self._loader, "batch_size", None)
         return size if isinstance(size, int) else None
 
-    # --- what a resume promises
+    # --- the resume promise
 
     @property
     def promise(self) -> str:
-        """Return the resume promise for this loader."""
+        """Return a text that states how exactly a resumed run reads the same batches."""
         if self._holdfast_loader is not None:
             return _EXACT_OF_HOLDFAST
         if self._changed_ranks:
@@ -151,14 +151,14 @@ class Cursor:
         return promise
 
     def _resumes_differently(self) -> bool:
-        """Return whether the checkpoint came from other loader settings or other ranks."""
+        """Return whether the checkpoint had other loader settings or another number of ranks."""
         if self._changed_ranks:
             return True
         return isinstance(self._position, ReplayedLoader) and bool(self._position.changed_settings)
 
     @property
     def goes_back(self) -> bool:
-        """Return whether the loader can be iterated again from an earlier batch."""
+        """Return whether the loader can return to an earlier batch, unlike a plain iterator."""
         return isinstance(self._loader, Stateful) or not isinstance(self._loader, Iterator)
 
     def compare_ranks(self, before: int, now: int) -> None:
@@ -187,8 +187,8 @@ class Cursor:
         """Return an iterator over the rest of the epoch.
 
         Args:
-            random_state: The random state of a resumed run, to be restored once the loader is at
-                its position. If None, the random state is left unchanged.
+            random_state: The random state of a resumed run, which is restored once the loader has
+                reached the position. If None, the random state is left unchanged.
         """
         self._begun_in_the_middle = self._progress.batches > 0
         self.left_in_batch = False
@@ -198,9 +198,9 @@ class Cursor:
         return self._position.begin(random_state)
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch. It counts as trained only after `advance`."""
+        """Return the next batch. The batch counts as trained only after `advance`."""
         self._before_fetch = self._position.before_fetch()
-        # From here on, a signal may interrupt the fetch.
+        # Set this before the fetch, because a signal may interrupt the fetch.
         self._progress.fetching = True
         try:
             batch = next(iterator)
@@ -212,7 +212,7 @@ class Cursor:
         return batch
 
     def advance(self, *, used: bool) -> None:
-        """Count the current batch as trained, unless it was counted before.
+        """Count the current batch as trained, unless it has been counted already.
 
         Args:
             used: Whether a step was run on the batch.
@@ -230,7 +230,7 @@ class Cursor:
         self._position.note_counted(self._before_fetch)
 
     def leave(self) -> None:
-        """Abandon the iterator. The next `begin` returns to this position."""
+        """Abandon the iterator. The next `begin` returns to the current position."""
         self._position.leave()
         self._handed_out = None
         if self._progress.fetching:
@@ -242,12 +242,12 @@ class Cursor:
         """Move to the start of the next epoch, and return facts about the one that has ended.
 
         Args:
-            needs_steps: Whether the loop ends after a number of optimizer steps.
+            needs_steps: Whether the loop ends after a given number of optimizer steps.
             stepped: Whether any step was run in this epoch.
 
         Raises:
-            LoaderError: H601 if the epoch had no batches. H602 if the loop counts steps but this
-                epoch had none, so that the loop would never end.
+            LoaderError: H601 if the epoch had no batches. H602 if the loop counts steps but no step
+                was run in this epoch, so the loop would never end.
         """
         if self._progress.batches == 0:
             raise LoaderError(
@@ -275,16 +275,17 @@ class Cursor:
         self._position.end_epoch()
         return facts
 
-    # --- about the batch that is being trained
+    # --- the current batch
 
     @property
     def seems_to_end(self) -> bool:
-        """Return whether the current batch is the last of its epoch, judging by ``len(loader)``.
+        """Return whether the current batch is the last of its epoch according to ``len(loader)``.
 
-        If so, a save that is due can wait for the end of the epoch.
+        If so, a save that is due can wait until the epoch has ended.
         """
         if self._length is None:
             self._length = self._measured_length()
+        # The current batch is not included in `batches` while `fetching` is True.
         return (
             self._progress.under_way
             and self._progress.batches + self._progress.fetching == self._length
@@ -299,8 +300,8 @@ class Cursor:
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:
         """Return the dataset indices of a step's samples.
 
-        The indices are known only if the step used the batch that this loader yielded. They are not
-        known for a batch from a second loader, for example.
+        The indices are known only if the step used the batch that this loader yielded, and not, for
+        example, a batch from a second loader.
 
         Args:
             batch: The batch used for the step.
@@ -314,13 +315,13 @@ class Cursor:
         return self._handed_out.indices_of(batch, size)
 
     def repeats(self) -> bool:
-        """Return whether this batch duplicates one that another rank trains on and counts."""
+        """Return whether the current batch repeats one that another rank trains on and counts."""
         if not self._progress.fetching or self._holdfast_loader is None:
             return False
         return self._holdfast_loader.batch_is_repeated
 
     def random_state(self) -> RandomState:
-        """Return the random state that belongs to the position.
+        """Return the random state that a checkpoint must save with the position.
 
         While a batch has been fetched but not counted, this is the state before the fetch.
         """
@@ -336,7 +337,12 @@ class Cursor:
             self._holdfast_loader.attach(record, run_dir)
 
     def quarantine(self, indices: Sequence[int], evidence: str) -> None:
-        """Let a holdfast loader replace these samples from the next epoch on."""
+        """Make a holdfast loader replace these samples from the next epoch on.
+
+        Args:
+            indices: The dataset indices of the samples.
+            evidence: Why the samples are considered bad, as text for the quarantine file.
+        """
         if self._holdfast_loader is None:
             return
         for index in indices:
@@ -345,7 +351,7 @@ class Cursor:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. A batch that was fetched but not trained does not count."""
+        """Return the position, without a batch that was fetched but not trained."""
         return {
             "epoch": self._progress.epoch,
             "batches": self._progress.batches,
@@ -367,7 +373,11 @@ class Cursor:
 
 
 def _settings_were_changed(settings: Sequence[str]) -> str:
-    """Return the promise for a checkpoint that was saved with other settings of torch's loader."""
+    """Return the promise for a checkpoint that was saved with other DataLoader settings.
+
+    Args:
+        settings: The settings at the time of saving, such as ``"batch_size=8"``.
+    """
     return (
         f"none, because the checkpoint was saved with {', '.join(settings)} and the loader's"
         " settings have changed since: a resume would skip batches of a different size, or use"

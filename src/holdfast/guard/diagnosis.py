@@ -28,21 +28,22 @@ class Diagnosis:
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._record = record
         self._is_open = False
-        # The origin of NaN or Inf in the last step where it was traced, as text.
+        # The most recently traced origin of NaN or Inf, as text.
         self._origin: str | None = None
+        # `find_rule` raises an error for a rule that does not exist.
         for rule in policy.ignore_rules:
             find_rule(rule)
         self._observer = _observer_of(parts, policy) if policy.diagnose else None
 
     def open(self) -> None:
-        """Start observing."""
+        """Install the observer's hooks and start observing steps."""
         if self._observer is not None:
             self._observer.close()
             self._observer.install()
             self._is_open = True
 
     def close(self) -> None:
-        """Judge the observations, report the findings, and stop observing."""
+        """Evaluate the observations, report new findings, and stop observing."""
         if self._observer is None or not self._is_open:
             return
         self._is_open = False
@@ -66,12 +67,17 @@ class Diagnosis:
         return self._observer.begin_step()
 
     def before_step(self, name: str, attempt: StepAttempt) -> None:
-        """Observe the gradients of an attempt before the optimizer uses them."""
+        """Observe the gradients of an attempt before the optimizer uses them.
+
+        Args:
+            name: The name of the optimizer.
+            attempt: The attempt that is about to be committed.
+        """
         if self._observer is not None:
             self._observer.before_step(name, norms=lambda: _gradient_norms(attempt))
 
     def after_step(self, name: str) -> None:
-        """Observe the weights after an optimizer step."""
+        """Observe the weights after a step of the optimizer with this name."""
         if self._observer is not None and self._observer.sampled:
             self._observer.after_step(name)
 
@@ -94,12 +100,12 @@ class Diagnosis:
         self._emit(self._observer.end_step(outcome.attempt.facts.loss, names))
 
     def validated(self, value: float) -> None:
-        """Observe the loss of a validation."""
+        """Observe a validation loss."""
         if self._observer is not None:
             self._observer.validated(value)
 
     def aligned(self, alignment: dict[str, float]) -> None:
-        """Observe measurements of the alignment in an attention layer."""
+        """Observe measurements of an attention layer's alignment, by name."""
         if self._observer is not None:
             self._observer.aligned(alignment)
 
@@ -113,18 +119,18 @@ class Diagnosis:
             self._record.emit(event(about=about, **fields))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the history of observations, on which later findings depend."""
+        """Return the observations so far, which later findings depend on; None if not observing."""
         return None if self._observer is None else self._observer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the history of observations in a checkpoint."""
+        """Continue from the observations in a checkpoint; None leaves the observer unchanged."""
         if self._observer is not None and state is not None:
             self._observer.load_state_dict(state)
 
 
 def _observer_of(parts: Parts, policy: Policy) -> Observer:
     # Only plateau schedulers are observed. The guard advances all other schedulers itself, and
-    # after a resume their counts include the steps of earlier processes.
+    # after a resume, their step counts include the steps of earlier processes.
     plateaus = {
         name: scheduler
         for name, scheduler in parts.schedulers.items()
@@ -149,7 +155,7 @@ def _is_traced(outcome: Outcome) -> bool:
 
 
 def _gradient_norms(attempt: StepAttempt) -> dict[int, float]:
-    """Return the norm of each gradient before clipping, by the id of its parameter.
+    """Return the norm of each gradient before clipping, keyed by the ``id`` of its parameter.
 
     This synchronizes with the device.
     """

@@ -41,12 +41,12 @@ class RunFile:
     saved_in: str | None
 
     def to_json(self) -> bytes:
-        """Return the contents as JSON."""
+        """Return the contents encoded as JSON."""
         return json.dumps({"format": FORMAT, "run": self.run, "saved_in": self.saved_in}).encode()
 
 
 class RunDirectory:
-    """A run directory. It is created if it is missing. Call `acquire` before writing into it.
+    """A run directory, which is created if it is missing. Call `acquire` before writing to it.
 
     Args:
         path: The path of the directory.
@@ -54,8 +54,8 @@ class RunDirectory:
 
     Raises:
         PolicyError: H105 if `path` is not a path.
-        RunDirectoryError: H302 if the directory is not writable, H303 if a newer version of
-            holdfast has written it.
+        RunDirectoryError: H302 if the directory is not writable, H303 if it was written by a newer
+            version of holdfast.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
@@ -88,12 +88,12 @@ class RunDirectory:
         """Return the folder of this rank's recording."""
         return self.path / "recorder" / f"rank{self._rank}"
 
-    # --- the run's id, and where it has saved
+    # --- the run's id and checkpoint folder
 
     def _read(self) -> RunFile:
-        """Return the contents of ``run.json``, or those of a new file if it is missing.
+        """Return the contents of ``run.json``, or initial contents if the file is missing.
 
-        If the file is damaged, the recording determines whether the run has saved.
+        If the file is damaged, the recording determines whether the run has saved checkpoints.
         """
         try:
             contents = json.loads(read_file(self.path / _RUN_FILE))
@@ -113,7 +113,7 @@ class RunDirectory:
         return RunFile(run=contents.get("run"), saved_in=saved_in)
 
     def _recorded_saves(self) -> str | None:
-        """Return the checkpoint folder if the recording contains a save, otherwise None."""
+        """Return `CHECKPOINTS` if the recording contains a completed save, otherwise None."""
         try:
             events = read_events(self.recorder)
         except RunDirectoryError:
@@ -139,7 +139,7 @@ class RunDirectory:
         return self._run_file.saved_in
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Store the folder of the run's checkpoints, so that a later start notices if it is lost.
+        """Store the folder of the run's checkpoints, so that a later start can detect its loss.
 
         Args:
             folder: The folder, or None if the next start should not expect a checkpoint.
@@ -155,15 +155,16 @@ class RunDirectory:
         self._run_file = run_file
 
     def check_not_lost(self) -> None:
-        """Raise H312 if this run has saved checkpoints. Call this if none were found."""
+        """Raise H312 if this run has saved checkpoints. Call this when none were found."""
         if self.saved_in == CHECKPOINTS:
             raise self._lost("contains no checkpoint")
 
     def note_resumed_from(self, run_id: str) -> None:
-        """Take over the id of the run whose checkpoint this run continues from.
+        """Adopt the id of the run whose checkpoint this run continues from.
 
         Raises:
-            CheckpointError: H312 if this run has saved checkpoints of its own, which are missing.
+            CheckpointError: H312 if the checkpoint belongs to another run although this run has
+                saved checkpoints of its own, which must have been lost.
         """
         own_id = self._run_file.run
         if run_id != own_id:
@@ -202,7 +203,7 @@ class RunDirectory:
             raise self._unusable(error) from error
 
     def hold(self) -> bool:
-        """Check that no other run has the lock, and take it again if it was lost.
+        """Check that no other run holds the lock, and take it again if it was lost.
 
         Returns:
             Whether the directory was missing and has been created again.
@@ -251,7 +252,7 @@ class RunDirectory:
 
 
 def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
-    """Raise H312 if a framework found no checkpoint although the run has saved one.
+    """Raise H312 if the run has saved a checkpoint. Call this when a framework found none.
 
     Args:
         run_dir: The run directory.

@@ -40,7 +40,7 @@ EvaluationFunction = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A batch or a part of one, with its number of samples; None if that is not known."""
+    """A batch or a part of one, with its number of samples, or None if the number is unknown."""
 
     batch: Any
     samples: int | None
@@ -49,15 +49,15 @@ class _Part:
 class BatchEvaluator:
     """Evaluates functions on batches.
 
-    It remembers for each function how many samples have fit into memory, also from one evaluation
-    to the next.
+    For each function, it remembers across evaluations how many samples fit into memory.
 
     Args:
         models: The models of the run.
-        devices: The accelerators of the models.
-        device_type: Where the models are, such as ``"cuda"``.
+        devices: The accelerators that the models are on.
+        device_type: The type of device that the models are on, such as ``"cuda"``.
         precision: The precision of the forward pass.
-        may_split: Whether a batch may be split. Several ranks must call their model equally often.
+        may_split: Whether a batch may be split. This must be False with several ranks, since all
+            ranks must call the model equally often.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class BatchEvaluator:
         self._device_type = device_type
         self._precision: Precision = precision
         self._may_split = may_split
-        # The most samples that fit into memory, by the code of the function: a lambda in a loop is
-        # another object in each evaluation, but its code is the same.
+        # The most samples that fit into memory, keyed by the function's code object. A lambda in a
+        # loop is a new function object in each evaluation, but its code object is the same.
         self._fitting_samples: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def evaluate(
@@ -90,13 +90,13 @@ class BatchEvaluator:
         Args:
             batches: The batches.
             function: Called with each batch, or with its parts in order.
-            split: Where the batch dimension is.
-            emit: Records an event, for a batch that had to be split.
+            split: The position of the batch dimension, as for `Guard`.
+            emit: Function that records an event, such as that a batch had to be split.
 
         Raises:
-            BatchError: H204 if there is no batch, or for outputs that cannot be combined; H205 for
-                a scalar output of a batch that had to be split.
-            OutOfMemoryError: H401 for a batch that does not fit and cannot be split further.
+            BatchError: H204 if there is no batch, or if outputs cannot be combined. H205 if a batch
+                that had to be split has a scalar output.
+            OutOfMemoryError: H401 if a batch does not fit and cannot be split further.
         """
         results = EvaluationResults()
         for batch in batches:
@@ -111,21 +111,21 @@ class BatchEvaluator:
         emit: Callable[[EventData], None],
         held_bytes: int,
     ) -> list[tuple[Any, int | None]]:
-        """Return the outputs for each part of a batch, in order, with the part's samples.
+        """Return the outputs for each part of a batch, in order, with the part's sample count.
 
         Parts that are complete are not evaluated again when a later part does not fit.
 
         Args:
             batch: The batch.
             function: Called with the batch, or with its parts in order.
-            split: Where the batch dimension is.
-            emit: Records an event.
-            held_bytes: Size of the outputs for the batches before, for an error.
+            split: The position of the batch dimension, as for `Guard`.
+            emit: Function that records an event.
+            held_bytes: The size of the outputs for all earlier batches, for an error message.
         """
         code = _code_of(function)
         most = self._fitting_samples.get(code)
         outputs = []
-        # The parts that are still to be evaluated; the next one is the last in the list.
+        # A stack of the parts that have yet to be evaluated. The next part is the last entry.
         remaining = [_Part(batch, _samples_in(batch, split))]
         while remaining:
             part = remaining.pop()
@@ -138,24 +138,25 @@ class BatchEvaluator:
                 continue
             remaining.append(part)
             if self._switches_onednn_off(part, shortage):
-                # oneDNN has failed, and not the size of the part: evaluate the part once more.
+                # oneDNN caused the failure, not the size of the part, so evaluate the part again.
                 emit(run_events.OnednnSwitchedOff())
                 continue
             decision = self._decide_to_halve(part, shortage, held_bytes)
             emit(decision)
             most = decision.micro_batch_size
             if self._device_type == "cpu" and switch_off_if_unsafe(self._models):
-                # oneDNN creates kernels for new sizes, which is unsafe when memory is short.
+                # oneDNN would compile kernels for the new size, which is unsafe when memory is low.
                 emit(run_events.OnednnSwitchedOff())
         if most is not None:
-            # Only a size that has fitted is remembered.
+            # All parts were evaluated, so this size is known to fit.
             self._fitting_samples[code] = most
         return outputs
 
     def _switches_onednn_off(self, part: _Part, shortage: str) -> bool:
-        """Switch oneDNN off if it has failed, and return whether it was switched off.
+        """Switch oneDNN off if it has failed, and return whether this call switched it off.
 
-        oneDNN can fail for any size once memory was short. Without it, a single sample may fit.
+        After a memory shortage, oneDNN can fail for inputs of any size. Without oneDNN, even a
+        single sample on which it failed may fit.
         """
         if not is_onednn_failure(shortage) or not is_on():
             return False
@@ -167,7 +168,11 @@ class BatchEvaluator:
         return False
 
     def _run(self, function: EvaluationFunction, batch: Any) -> tuple[Any, str | None]:
-        """Return the outputs on the CPU and None, or None and one line about an out-of-memory."""
+        """Call a function on a batch, and catch an out-of-memory error.
+
+        Returns:
+            The outputs on the CPU and None, or None and a one-line message about the error.
+        """
         try:
             with autocast(self._device_type, self._precision):
                 return _on_cpu(function(batch)), None
@@ -176,8 +181,8 @@ class BatchEvaluator:
             if shortage is None:
                 raise
             failure = error
-        # The frames of the failed call hold its activations, and can be cleared only outside of
-        # the exception handler.
+        # The frames of the failed call hold its activations. They can be cleared only outside the
+        # exception handler.
         clear_exception_frames(failure)
         del failure
         release_memory(self._devices)
@@ -186,12 +191,12 @@ class BatchEvaluator:
     def _decide_to_halve(
         self, part: _Part, shortage: str, held_bytes: int
     ) -> run_events.EvaluationSplit:
-        """Decide to evaluate half of the samples of a part that did not fit.
+        """Return the decision to evaluate a part that did not fit in halves.
 
         Args:
             part: The part.
-            shortage: One line about the out-of-memory.
-            held_bytes: Size of the outputs for the batches before, which are on the host.
+            shortage: A one-line message about the out-of-memory error.
+            held_bytes: The size of the outputs for all earlier batches, which are on the host.
 
         Raises:
             OutOfMemoryError: H401 if the part cannot be split.
@@ -216,6 +221,7 @@ class BatchEvaluator:
         return run_events.EvaluationSplit(
             error=shortage,
             batch_size=part.samples,
+            # Round up, so that an odd number of samples also yields two parts.
             micro_batch_size=(part.samples + 1) // 2,
         )
 
@@ -223,29 +229,29 @@ class BatchEvaluator:
 class EvaluationResults:
     """Combines the outputs of all batches into one tree of the same structure.
 
-    Outputs that cannot be combined are refused with the batch that they belong to, and not only
-    after all batches have been evaluated.
+    Outputs that cannot be combined raise an error as soon as their batch is added, not only after
+    all batches have been evaluated.
     """
 
     def __init__(self) -> None:
-        # Size of all outputs.
+        # The total size of all output tensors in bytes.
         self.held_bytes = 0
         self._has_outputs = False
-        # The outputs for the first part, which give the structure.
+        # The outputs for the first part, whose structure the combined outputs have.
         self._example: Any = None
-        # The kind of each leaf, by its path; see `_kind_of`.
+        # The kind of each leaf, keyed by its path; see `_kind_of`.
         self._kinds: dict[str, str] = {}
-        # The values of each leaf, in the order of the samples, by the path of the leaf.
+        # The values of each leaf in the order of the samples, keyed by the leaf's path.
         self._values: dict[str, list[Any]] = {}
 
     def add_batch(self, outputs: list[tuple[Any, int | None]]) -> None:
         """Add the outputs for the parts of one batch.
 
         Args:
-            outputs: For each part in order, its outputs and its number of samples.
+            outputs: The outputs and the number of samples of each part, in order.
 
         Raises:
-            BatchError: H204 or H205 for outputs that cannot be combined.
+            BatchError: H204 or H205 if the outputs cannot be combined.
         """
         is_split = len(outputs) > 1
         for output, samples in outputs:
@@ -270,7 +276,7 @@ class EvaluationResults:
                     self.held_bytes += value.nbytes
 
     def combined(self) -> Any:
-        """Return the outputs of all batches.
+        """Return one tree with the combined outputs of all batches.
 
         Raises:
             BatchError: H204 if there was no batch, or if the rows of a tensor differ in shape.
@@ -288,17 +294,17 @@ class EvaluationResults:
 
 
 def _check_leaf(path: str, value: Any, samples: int | None, *, is_split: bool) -> None:
-    """Check that a leaf can be combined with those of other batches.
+    """Check that a leaf can be combined with the corresponding leaves of other batches.
 
     Args:
-        path: Where the leaf is in the outputs.
+        path: The path of the leaf in the outputs, for messages.
         value: The leaf.
-        samples: The samples that it was computed from; None if not known.
-        is_split: Whether these are a part of a batch, instead of a whole one.
+        samples: The number of samples that the leaf was computed from, or None if unknown.
+        is_split: Whether the leaf was computed from a part of a batch instead of a whole batch.
 
     Raises:
-        BatchError: H205 for a scalar of a part of a batch; H204 for a value of another type, or one
-            that does not have one entry for each sample.
+        BatchError: H205 if the leaf is a scalar and the batch was split. H204 if the leaf has an
+            unsupported type, or does not have one entry for each sample.
     """
     kind = _kind_of(value)
     if kind == "nothing":
@@ -332,10 +338,12 @@ def _check_leaf(path: str, value: Any, samples: int | None, *, is_split: bool) -
 
 
 def _check_mean(path: str, value: Any, samples: int | None) -> None:
-    """Raise H204 for a pair that may be two results, and for a `Loss` with further outputs.
+    """Raise H204 for a pair that may not be ``(mean, items)``, and for a `Loss` with ``extra``.
 
-    A count, such as that of correct predictions, is an integer too. It is at most the number of
-    samples, while a mean is over at least one item per sample.
+    The second number of a pair may be a result such as the number of correct predictions instead of
+    a number of items. Such a count rarely exceeds the number of samples, whereas a mean usually has
+    at least one item per sample. A pair is therefore refused if its second number is smaller than
+    the number of samples.
     """
     if isinstance(value, Loss):
         if value.extra is not None:
@@ -354,7 +362,7 @@ def _check_mean(path: str, value: Any, samples: int | None) -> None:
 
 
 def _combine(path: str, values: list[Any]) -> Any:
-    """Return one leaf of the combined outputs, from the checked values of all parts."""
+    """Combine the checked values of one leaf from all parts into one value, and return it."""
     kind = _kind_of(values[0])
     if kind == "nothing":
         return None
@@ -368,9 +376,11 @@ def _combine(path: str, values: list[Any]) -> Any:
 
 
 def _kind_of(value: Any) -> str:
-    """Return how a leaf is combined: as "nothing", "mean", "scalar", "tensor" or "list".
+    """Return the kind of a leaf, which determines how it is combined.
 
-    For a value of any other type, which cannot be combined, return the name of its type.
+    Returns:
+        ``"nothing"``, ``"mean"``, ``"scalar"``, ``"tensor"`` or ``"list"``. For any other value,
+        which cannot be combined, a description of its type.
     """
     if value is None:
         return "nothing"
@@ -389,13 +399,13 @@ def _described_kinds(kinds: dict[str, str]) -> str:
 
 
 def _combined_mean(values: list[Any]) -> float:
-    """Return the mean over all items of means over some of them; NaN if there are no items."""
+    """Return the mean over all items, given ``(mean, items)`` of each part; NaN without items."""
     total = 0.0
     total_items = 0.0
     for value in values:
         mean, items = (value.mean, value.items) if isinstance(value, Loss) else value
         if float(items) == 0.0:
-            # The mean over no items is NaN, and has no weight.
+            # The mean over no items is NaN, which would make the total NaN even with weight 0.
             continue
         total += float(mean) * float(items)
         total_items += float(items)
@@ -405,6 +415,7 @@ def _combined_mean(values: list[Any]) -> float:
 
 
 def _concatenated(path: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    # Only the first dimension, which counts the samples, may differ between batches.
     shapes = dict.fromkeys(tuple(tensor.shape[1:]) for tensor in tensors)
     if len(shapes) > 1:
         raise _bad_output(
@@ -421,9 +432,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_mean(value: Any) -> bool:
-    """Return whether an output is a `Loss`, or a pair of a real mean and a whole number of items.
+    """Return whether an output is a `Loss`, or a pair of a floating-point mean and an item count.
 
-    Two integers, such as the number of correct predictions and that of all, are two results.
+    A pair of two integers, such as the numbers of correct and of all predictions, is not a mean.
     """
     if isinstance(value, Loss):
         return True
@@ -439,14 +450,19 @@ def _is_mean(value: Any) -> bool:
 
 
 def _children(node: Any) -> dict[Any, Any] | None:
-    """Return the children of a container by key, or None for a leaf, such as a list."""
+    """Return the children of a container by key, or None for a leaf. A list counts as a leaf."""
     if isinstance(node, (list, Loss)) or _is_mean(node):
         return None
     return children_of(node)
 
 
 def _leaves(node: Any, path: str) -> list[tuple[str, Any]]:
-    """Return every leaf with its path, in order."""
+    """Return every leaf under a node with its path, in order.
+
+    Args:
+        node: The root of the tree.
+        path: The path of the root, with which the paths of its leaves begin.
+    """
     children = _children(node)
     if children is None:
         return [(path, node)]
@@ -454,7 +470,13 @@ def _leaves(node: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _rebuilt(node: Any, path: str, leaves: dict[str, Any]) -> Any:
-    """Return the tree with each leaf replaced by the one with its path."""
+    """Return a copy of a tree in which each leaf is replaced by the value for its path.
+
+    Args:
+        node: The root of the tree.
+        path: The path of the root.
+        leaves: The new leaves by path.
+    """
     children = _children(node)
     if children is None:
         return leaves[path]
@@ -464,18 +486,18 @@ def _rebuilt(node: Any, path: str, leaves: dict[str, Any]) -> Any:
 
 
 def _container_like(node: Any, children: dict[Any, Any]) -> Any:
-    """Return a container of the same type with other children, or a dict in place of a mapping.
+    """Return a container of the node's type with other children; a mapping becomes a dict.
 
-    Some mappings, such as the outputs of Hugging Face's models, refuse to be changed.
+    Some mappings, such as the outputs of Hugging Face models, cannot be rebuilt with other values.
     """
     return children if isinstance(node, Mapping) else rebuild(node, children)
 
 
 def _on_cpu(output: Any) -> Any:
-    """Return outputs with every tensor copied to the CPU, and arrays and NumPy scalars as tensors.
+    """Return a copy of the outputs on the CPU. NumPy arrays and scalars become tensors.
 
-    A copy is made of tensors on the CPU too: they may be views of memory that the loader or the
-    model uses again for the next batch.
+    Tensors that are already on the CPU are copied too, since they may be views of memory that the
+    loader or the model reuses for the next batch.
     """
     if isinstance(output, torch.Tensor):
         return output.detach().to("cpu", copy=True)
@@ -492,14 +514,17 @@ def _on_cpu(output: Any) -> Any:
 
 
 def _code_of(function: EvaluationFunction) -> Any:
-    """Return an object that is the same each time a script defines the same function or lambda."""
+    """Return the code object of a function, or the type of a callable that has none.
+
+    It is the same object each time that a script defines the same function or lambda.
+    """
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__code__", type(function))
 
 
 def _parts_of(part: _Part, most: int, split: Split) -> list[_Part]:
-    """Return a batch in parts of at most `most` samples, in order."""
+    """Split a part into smaller parts of at most `most` samples, and return them in order."""
     assert part.samples is not None
     return [
         _Part(batch, samples)

@@ -1,11 +1,11 @@
 """`Guard`, the public class that guards a training run.
 
-The work is done in these modules:
+`Guard` delegates its work to these modules:
 
 - ``run/session.py``: the open run directory; ``run/saved_state.py``: the contents of a checkpoint;
   ``run/restoration.py``: resuming and rolling back
-- ``run/loop.py``: `Guard.batches`, and when to save and to stop between batches
-- ``run/steps.py``: `Guard.step`, and the recovery after a refused step
+- ``run/loop.py``: `Guard.batches`, which saves and stops between batches
+- ``run/steps.py``: `Guard.step`, and recovery from a refused step
 - ``step/engine.py``: one step as a transaction
 """
 
@@ -58,7 +58,7 @@ from holdfast.recorder.scalars import check_scalars
 
 
 class Guard:
-    """Keeps a training run alive, correct and within its memory.
+    """Keeps a training run alive, correct and within the available memory.
 
     Creating a guard locks the run directory. If the directory contains a valid checkpoint, the
     state of all objects passed here is restored from the newest one. The directory is unlocked when
@@ -170,7 +170,7 @@ class Guard:
         self._position_known = False
         # The stop request of this process. All ranks agree on one request, `self._stop`.
         self._asked = StopRequest(self.policy.stop_signals)
-        # Closing this stack within `averaged` restores the trained weights.
+        # Closing this stack inside `averaged` restores the trained weights early.
         self._swapped = ExitStack()
         self._trained_weights = TrainedWeights(self._parts.models)
         with ranks.in_turn():
@@ -212,22 +212,25 @@ class Guard:
             raise
 
     def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
-        """Return the position at the beginning of a loader."""
+        """Return a cursor at the beginning of a loader. `HostedGuard` returns another type."""
         return Cursor(loader, self._parts.devices())
 
     def _report_steps_left_behind(self) -> None:
         self._session.restoration.report_steps_left_behind()
 
-    # --- facts
+    # --- progress and recorded events
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps that have updated the weights, over all restarts."""
+        """Return the number of optimizer steps that have updated the weights, over all restarts.
+
+        A rollback resets this number to that of the restored state.
+        """
         return self._record.global_step
 
     @property
     def epoch(self) -> int:
-        """Return the number of epochs that `batches` has completed."""
+        """Return the number of epochs that `batches` has completed, over all restarts."""
         if self._cursor is None:
             return 0
         return self._cursor.epoch
@@ -236,14 +239,14 @@ class Guard:
     def epochs_validated(self) -> int:
         """Return the number of epochs that were complete at the last call to `validated`.
 
-        After a restart, this is the value from the newest checkpoint. Validations after the
-        previous process's last save are not counted.
+        After a restart, this is the value from the newest checkpoint. Validations that the previous
+        process ran after its last save are not counted.
         """
         return self._session.counters.epochs_validated
 
     @property
     def stop_reason(self) -> str | None:
-        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None.
+        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None if it was not.
 
         All ranks return the same reason, regardless of which rank received the request. The signals
         that stop a run are set by ``Policy.stop_signals``.
@@ -265,7 +268,7 @@ class Guard:
         """Ask the run to save a checkpoint and stop at the next boundary.
 
         Args:
-            reason: The reason to show in `stop_reason` and in the recorded event.
+            reason: The reason for `stop_reason` and the recorded event.
         """
         self._asked.request(reason)
 
@@ -274,9 +277,9 @@ class Guard:
     def batches(
         self, *, max_epochs: int | None = None, max_steps: int | None = None
     ) -> Iterator[Any]:
-        """Yield the batches of the run, from its current position to a limit or a stop request.
+        """Yield batches from the run's current position until a limit or a stop request.
 
-        A checkpoint is saved whenever one is due, and once more at the end. Then the run directory
+        A checkpoint is saved whenever one is due and at the end of the loop. Then the run directory
         is unlocked. If the last save fails, the loop ends normally, but the process exits with code
         74 unless a later save succeeds.
 
@@ -312,7 +315,8 @@ class Guard:
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         self._session.check_not_in_step()
-        # Otherwise, the previous loop would end this one when its iterator is garbage collected.
+        # End the previous loop now. Otherwise, its iterator would end this one when it is garbage
+        # collected.
         self._boundaries.leave()
         self._position_known = True
         with naming_lack_of_memory("iterating over batches"):
@@ -326,10 +330,10 @@ class Guard:
             raise ending
 
     def _ready(self) -> None:
-        """Open the run directory if it is closed.
+        """Open the run directory if it is closed, before a step or a loop.
 
         If the script does not iterate `batches`, each call to `step` marks the end of the previous
-        step. A save may then be due, and a stop request ends the process.
+        step. A due checkpoint is then saved, and a stop signal ends the process.
         """
         self._session.check_not_in_step()
         if self._stop.honored and self._ending() is not None:
@@ -363,7 +367,7 @@ class Guard:
             batch: The batch, any pytree of tensors.
             loss_fn: A function that takes the batch, or a part of it, and returns its mean loss as
                 a scalar tensor, as a `Loss`, or as a pair ``(mean, items)``. It may be called
-                several times in one step, so the only state it should change is buffers and the
+                several times in one step, so it should change no state other than buffers and the
                 objects passed as ``state=``.
             optimizer: The name of the optimizer to step, or a sequence of names. If None, all
                 optimizers are stepped. Only the parameters of these optimizers receive gradients.
@@ -393,9 +397,9 @@ class Guard:
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Record an error that the guard is about to raise to its caller.
+        """Record an error that is about to be raised to the guard's caller.
 
-        If another rank's error caused it, that error is raised instead.
+        If it was caused by another rank's error, that error is recorded and raised instead.
         """
         cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
@@ -421,9 +425,9 @@ class Guard:
             self._session.close(how)
 
     def close(self) -> None:
-        """Save any steps that are not in a checkpoint yet, and unlock the run directory.
+        """Save any steps that are not yet in a checkpoint, and unlock the run directory.
 
-        May be called more than once.
+        This method may be called more than once.
         """
         with naming_lack_of_memory("saving and closing the run"):
             self._session.check_averages()
@@ -469,7 +473,8 @@ class Guard:
         Ctrl-C raises KeyboardInterrupt, as it would without a guard, so that a notebook's "Run all"
         stops.
         """
-        # This rank may have received the signal too late for the ranks to agree on it.
+        # Fall back on this process's own signal, which may have arrived too late for the ranks to
+        # agree on it.
         number = self._stop.signal or self._asked.signal
         if number is None:
             return None
@@ -490,15 +495,15 @@ class Guard:
     ) -> bool:
         """Report a metric that was measured on the validation set.
 
-        The guard steps every ReduceLROnPlateau of the same `mode` with this value. The diagnosis
-        uses the metric ``"loss"`` to detect overfitting. With several ranks, all must report the
-        same value.
+        The guard passes the value to the ``step`` of every ReduceLROnPlateau that has this `mode`.
+        The diagnosis uses the metric ``"loss"`` to detect overfitting. With several ranks, all of
+        them must report the same value.
 
         Args:
             value: The metric over the whole validation set: a number, or a tensor with one element.
                 NaN and Inf are never the best value, but count towards `patience`.
             name: The name of the metric.
-            mode: Whether lower (``"min"``) or higher (``"max"``) values are better.
+            mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
             keep: The number of best checkpoints to keep in addition to the newest ones; see `best`.
                 If this value is among the best, a checkpoint is saved immediately. Defaults to 0
                 for the metric ``"loss"`` and to 1 for all others.
@@ -509,13 +514,12 @@ class Guard:
             Whether a checkpoint of the current state was kept as one of the best.
 
         Raises:
-            PolicyError: H105 for an invalid name, mode or value, H115 if the ranks report different
-                values.
+            PolicyError: H105 for an invalid argument, H115 if the ranks report different values.
         """
         self._session.check_averages()
         number = as_metric(value, keep, patience)
         if name not in self._validated:
-            # All ranks read the file here, before any of them writes it.
+            # Every rank reads the saved best values here, before rank 0 overwrites them.
             self._validated[name] = BestOf(
                 self._directory.path, name, mode, writes=self._ranks.rank == 0
             )
@@ -554,7 +558,7 @@ class Guard:
     def best(self, name: str = "loss") -> Best | None:
         """Return the best checkpoint that `validated` has kept for a metric, or None.
 
-        This includes checkpoints that earlier processes of the run have kept.
+        Checkpoints kept by earlier processes of the run are considered too.
 
         Args:
             name: The name of the metric, as passed to `validated`.
@@ -571,7 +575,7 @@ class Guard:
         return self._engine.diagnosis.findings_on_request()
 
     def emit(self, data: EventData) -> None:
-        """Record an event for `holdfast events` and the report to show.
+        """Record an event, to be shown by `holdfast events` and in the report.
 
         Args:
             data: An event from ``core.events.run_events``, or an instance of your own subclass of
@@ -636,8 +640,8 @@ class Guard:
         not run, because an interrupted evaluation has no result.
 
         After `request_stop`, the evaluation completes before the loop ends. The same applies to a
-        signal that arrives while the models contain other weights than the trained ones, such as an
-        average that the script has swapped in, because a checkpoint would save those weights.
+        signal that arrives while the models hold weights other than the trained ones, such as an
+        average that the script has swapped in, because a checkpoint would contain those weights.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
@@ -656,31 +660,32 @@ class Guard:
     ) -> Any:
         """Call a function on every batch of a loader inside `evaluate`, and combine its outputs.
 
-        A batch that does not fit into memory is evaluated in two halves, and these in halves
-        again. The size that fits is remembered for the next batches and evaluations of the same
-        function. With several ranks nothing is split, because each rank would call a model with
-        collectives a different number of times.
+        A batch that does not fit into memory is split into halves, and again until the parts fit.
+        The size that fits is remembered for later batches and evaluations of the same function.
+        With several ranks, batches are never split, because the ranks would then call a model that
+        runs collectives different numbers of times.
 
         Args:
-            loader: Batches to evaluate; not the guard's own `loader`, whose position is that of
-                training.
+            loader: The batches to evaluate. This must not be the guard's own `loader`, since
+                iterating it would move the position of training.
             fn: A function that takes a batch, or a part of one, and returns a tree of outputs:
-                tuples and dicts of the following leaves. It runs in the precision of the policy.
-            split: Where the batch dimension is; None uses the guard's `split`.
+                tuples and dicts whose leaves are tensors, lists, means, scalars or None. It runs in
+                the policy's precision.
+            split: The position of the batch dimension. If None, the guard's `split` is used.
 
         Returns:
-            A tree like that of `fn`, for the whole loader, with tensors on the CPU. A tensor of
-            shape ``(samples, ...)`` or a list with one entry per sample is concatenated in the
-            order of the samples. A mean over items, as `Loss` or as a pair ``(mean, items)`` with
-            at least one item per sample, becomes the mean over all items, as a float. Any other
-            scalar becomes a tensor of shape ``(batches,)``. None stays None. A mapping becomes a
-            dict.
+            A tree with the structure that `fn` returns, with the outputs for the whole loader and
+            tensors on the CPU. A tensor of shape ``(samples, ...)`` or a list with one entry per
+            sample is concatenated in the order of the samples. A mean over items, as a `Loss` or
+            as a pair ``(mean, items)`` with at least one item per sample, becomes the mean over all
+            items, as a float. Any other scalar becomes a tensor of shape ``(batches,)``. None stays
+            None. A mapping becomes a dict.
 
         Raises:
-            BatchError: H204 if the loader yields no batch, or for outputs that cannot be combined;
-                H205 for a scalar output of a batch that had to be split.
-            OutOfMemoryError: H401 for a batch that does not fit and cannot be split further.
-            PolicyError: H105 for the guard's own loader.
+            BatchError: H204 if the loader yields no batch, or if outputs cannot be combined. H205
+                if a batch that had to be split has a scalar output.
+            OutOfMemoryError: H401 if a batch does not fit and cannot be split further.
+            PolicyError: H105 if `loader` is the guard's own loader, or an argument is invalid.
 
         Example:
             >>> import tempfile, torch, holdfast
@@ -714,16 +719,17 @@ class Guard:
             return self._evaluator.evaluate(loader, fn, split, self.emit)
 
     def _may_save_in_evaluation(self) -> bool:
-        """Return whether the models contain the trained weights, or the guard can restore them."""
+        """Return whether the models hold the trained weights, or the guard can restore them."""
         return self._session.state.averaged or self._trained_weights.are_in_place()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Put the averaged weights into the models inside the context, for an evaluation.
 
-        On exit, the trained weights are restored bit for bit, even after an exception. The buffers
-        in the context are averaged if the average was created with ``use_buffers=True``, otherwise
-        they are those of the last step. An average that has not been updated yet has no effect.
+        On exit, the trained weights are restored bit for bit, even after an exception. Inside the
+        context, buffers are averaged too if the average was created with ``use_buffers=True``.
+        Otherwise, they are those of the last step. An average that has not been updated yet has no
+        effect.
 
         This needs memory for one more copy of the models.
 
@@ -759,9 +765,9 @@ def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> 
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
-    """Let a guard take over the loss scale of a framework's scaler.
+    """Set a guard's loss scale to that of a framework's scaler.
 
-    Does nothing if the framework has no scaler or the scaler is disabled.
+    This does nothing if the framework has no scaler or the scaler is disabled.
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())

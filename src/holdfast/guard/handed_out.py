@@ -3,7 +3,7 @@
 A loop may move the loader's batch to another device, take it apart, augment it, or combine it with
 a batch from a second loader. The guard may report dataset indices and quarantine samples only if
 each row of the step's batch is the sample from the same row of the loader's batch. If this is not
-certain, the answer is no.
+certain, the indices count as unknown.
 
 The batches are compared only after a step fails.
 """
@@ -26,7 +26,7 @@ _NUMPY_KINDS = "biuf"
 
 
 class HandedOut:
-    """The batch that a `holdfast.DataLoader` yielded last, and the samples in it.
+    """The last batch that a `holdfast.DataLoader` yielded, and the dataset indices of its samples.
 
     Args:
         batch: The batch. To save memory, drop this object as soon as the loop drops the batch.
@@ -36,7 +36,7 @@ class HandedOut:
     def __init__(self, batch: Any, loader: DataLoader) -> None:
         self._batch = batch
         self._entries = _entries_of(batch)
-        # Read the place now, since another iterator of the same loader may change it during a step.
+        # Read `place` now, since another iterator over the same loader may change it during a step.
         self._place = loader.place
         self._batches_handed_out = Epoch.handed_out
 
@@ -71,14 +71,17 @@ class HandedOut:
             return False
         if len(unchanged) == len(leaves):
             return True
-        # The changed leaves may be augmented versions of the loader's, or come from another loader.
-        # The latter is impossible if no other loader has yielded a batch in the meantime.
+        # The changed leaves may be augmented versions of the loader's leaves, or may come from
+        # another loader. The latter is impossible if no loader has yielded a batch after this one.
         no_other_batch = Epoch.handed_out == self._batches_handed_out
         return no_other_batch and _sizes(leaves) == _sizes(originals)
 
 
 def _entries_of(batch: Any) -> Any:
-    """Return the keys of a mapping or the length of a list. A change shows additions to a batch."""
+    """Return the keys of a mapping, the length of a list, or None for other batches.
+
+    If this value changes, the loop has added entries to the batch or removed some.
+    """
     if isinstance(batch, Mapping):
         return tuple(batch)
     if isinstance(batch, list):
@@ -90,9 +93,13 @@ def _entries_of(batch: Any) -> Any:
 
 
 def _leaves_with_rows(batch: Any, size: int) -> dict[str, Any]:
-    """Return the leaves that may have one row per sample, by path.
+    """Return the leaves of a batch that may have one row per sample, keyed by path.
 
     All other leaves, such as class weights, are shared by all samples.
+
+    Args:
+        batch: The batch.
+        size: The number of samples in the batch.
     """
     return {path: leaf for path, leaf in leaves_of(batch) if _may_have_rows(leaf, size)}
 
@@ -104,7 +111,7 @@ def _may_have_rows(leaf: Any, size: int) -> bool:
 
 
 def _sizes(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Return the leading size of each leaf, by path."""
+    """Return the length of each leaf along its first dimension, keyed by path."""
     return {path: len(leaf) for path, leaf in leaves.items() if isinstance(leaf, Sized)}
 
 
@@ -122,7 +129,7 @@ def _equals_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
 
 
 def _has_equal_values(leaf: Any, original: Any) -> bool:
-    """Return whether two leaves have equal values, even on different devices or in other types."""
+    """Return whether two leaves have equal values, regardless of their device and type."""
     if leaf is original:
         return True
     if isinstance(leaf, (list, tuple)) and isinstance(original, (list, tuple)):
@@ -135,10 +142,10 @@ def _has_equal_values(leaf: Any, original: Any) -> bool:
 
 
 def _tensors_are_equal(values: torch.Tensor, original: torch.Tensor) -> bool:
-    """Return whether a tensor has the original's values, possibly converted or moved."""
+    """Return whether a tensor equals the original, even in another dtype or on another device."""
     if values.shape != original.shape or not torch.can_cast(original.dtype, values.dtype):
         return False
-    # Some dtypes cannot be compared, and memory may be short. Neither should end the run.
+    # Comparing raises an error for some dtypes or if memory is short, which must not end the run.
     with contextlib.suppress(RuntimeError):
         values = values.to(original.device)
         original = original.to(values.dtype)
@@ -156,10 +163,10 @@ def _varies(leaf: Any) -> bool:
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
-    """Return a tensor or an array as a plain tensor, or None if it cannot be compared.
+    """Return a tensor or NumPy array as a plain tensor, or None if it cannot be compared.
 
-    Subclasses such as DTensor are not compared: that may need a collective, and the other ranks do
-    not call this function.
+    Subclasses such as DTensor are not compared, since that may need a collective, and the other
+    ranks do not call this function.
     """
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind not in _NUMPY_KINDS:

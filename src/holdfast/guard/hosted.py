@@ -1,6 +1,6 @@
-"""A guard in the loop of a framework that saves, steps schedulers and ends training itself.
+"""A guard for the loop of a framework that saves, steps schedulers and ends training itself.
 
-Steps, out-of-memory remedies, rollbacks to snapshots in host memory and the recording work as in
+Steps, out-of-memory remedies, rollbacks to snapshots in host memory, and the recording work as in
 any other guard.
 
 This module does not depend on any framework. The code for each framework is in ``integrations``.
@@ -42,13 +42,14 @@ _CARRIED_STATE = ("global_step", "counters", "ladder", "spikes", "loss_scale", "
 
 
 def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
-    """Return the policy of a guard in a framework whose own settings take precedence.
+    """Return the policy for a guard in a framework, with the framework's settings applied.
 
     Args:
         policy: A policy in any form that `Policy.of` accepts.
-        host: The place where the user configures the framework, as named in messages.
-        **settings: The framework's settings, by policy field: ``max_grad_norm`` (None if it does
-            not clip), ``precision`` and others.
+        host: Where the user configures the framework, such as ``"TrainingArguments"``. Messages
+            name it.
+        **settings: The framework's settings by policy field, such as ``precision`` and
+            ``max_grad_norm`` (None if the framework does not clip).
 
     Raises:
         PolicyError: H109 if the policy or a ``HOLDFAST_*`` variable contradicts a setting, or sets
@@ -69,9 +70,10 @@ def with_host_settings(
 
     Args:
         policy: The user's policy.
-        host: The place where the user configures the framework, as named in messages.
-        settings: The framework's settings, by policy field.
-        limit: The limit to state in the error. It may contain ``{host}`` and ``{value}``.
+        host: Where the user configures the framework, such as ``"TrainingArguments"``. Messages
+            name it.
+        settings: The framework's settings by policy field.
+        limit: Why the user's value is refused. It may contain ``{host}`` and ``{value}``.
 
     Raises:
         PolicyError: H109 if the policy or a ``HOLDFAST_*`` variable sets a different value.
@@ -108,16 +110,16 @@ def _is_from_variable(name: str, value: Any) -> bool:
 
 
 class ExternalCursor(Cursor):
-    """The position in a loader that a framework iterates.
+    """The cursor over a loader that a framework iterates.
 
-    It only knows which samples the next step uses.
+    It does not track a position. It only stores which samples the next step uses.
     """
 
     # The dataset indices of the next step's samples, or None if the framework has not set them.
     _next_samples: list[int] | None = None
 
     def note_next_samples(self, indices: list[int] | None) -> None:
-        """Set the dataset indices of the next step's samples, in order."""
+        """Set the dataset indices of the next step's samples, in order. None means unknown."""
         self._next_samples = indices
 
     def sample_indices(
@@ -142,9 +144,9 @@ class HostedGuard(Guard):
     _checkpoint_folder = ""
     # The step of the framework's newest checkpoint.
     _host_saved_at: int | None = None
-    # The failure of the framework's newest save. None if that step is in another checkpoint.
+    # The failure of the framework's newest save. None if a checkpoint contains that step anyway.
     _host_failure: run_events.SaveFailed | None = None
-    # The number of failed saves of the framework.
+    # The number of the framework's saves that failed.
     _failed_host_saves = 0
 
     def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
@@ -155,14 +157,11 @@ class HostedGuard(Guard):
 
     @property
     def steps(self) -> Steps:
-        """Return the object that runs the steps, for code that builds a step batch by batch.
-
-        See ``accumulation``.
-        """
+        """Return the object that runs the steps, for `Accumulation`."""
         return self._steps
 
     def ready(self) -> None:
-        """Open the run directory if it was released, and note that the last step has ended."""
+        """Open the run directory if it is closed, and mark the boundary after the last step."""
         self._session.check_not_in_step()
         if not self._session.is_open:
             self._open()
@@ -172,23 +171,23 @@ class HostedGuard(Guard):
         self.ready()
 
     def note_next_samples(self, indices: list[int] | None) -> None:
-        """Store the dataset indices of the next step's samples, in order."""
+        """Set the dataset indices of the next step's samples, in order. None means unknown."""
         if isinstance(self._cursor, ExternalCursor):
             self._cursor.note_next_samples(indices)
 
     def count_from(self, global_step: int) -> None:
-        """Continue from the framework's global step, if its checkpoint has no carried state."""
+        """Continue from the framework's global step, for a checkpoint without carried state."""
         self._record.move_to_step(global_step)
 
-    # --- checkpoints of the framework
+    # --- the framework's checkpoints
 
     def note_checkpoint_folder(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
-        """Store where the framework saves its checkpoints.
+        """Store the folder where the framework saves its checkpoints.
 
         Args:
             folder: The framework's checkpoint folder.
             resumed: Whether the framework continues from a checkpoint. If it starts from scratch
-                although the run has saved checkpoints before, an event is recorded.
+                although the run has already saved checkpoints, an event is recorded.
         """
         self._checkpoint_folder = os.fspath(folder)
         saved_before = self._directory.saved_in
@@ -197,7 +196,7 @@ class HostedGuard(Guard):
         self._directory.note_saved(self._checkpoint_folder if resumed else None)
 
     def emit(self, data: EventData) -> None:
-        """Record an event of the current step, and keep track of the framework's saves."""
+        """Record an event at the current step, and keep track of the framework's saves."""
         super().emit(data)
         if isinstance(data, run_events.Saved):
             self._host_saved_at = self.global_step
@@ -211,7 +210,7 @@ class HostedGuard(Guard):
                 self._host_failure = data
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the carried state for a framework's checkpoint, as JSON values."""
+        """Return the guard's state for the framework's checkpoint, as JSON values."""
         state = self._session.saved_state.training()
         encoder = Encoder("holdfast")
         encoded: dict[str, Any] = encoder.encode({name: state[name] for name in _CARRIED_STATE})
@@ -221,8 +220,7 @@ class HostedGuard(Guard):
     def state_of_ranks(self) -> dict[str, Any] | None:
         """Return the per-rank state for a checkpoint, or None with a single rank.
 
-        If a rank's optimizer failed in the last step, it first receives the weights of another
-        rank.
+        A rank whose optimizer failed in the last step first receives the weights of another rank.
         """
         return self._session.states_of_ranks()
 
@@ -234,8 +232,8 @@ class HostedGuard(Guard):
         The framework must have restored models, optimizers and schedulers already.
 
         Args:
-            carried: The value of `state_dict`.
-            of_ranks: The value of `state_of_ranks`.
+            carried: The value that `state_dict` returned.
+            of_ranks: The value that `state_of_ranks` returned.
         """
         state: dict[str, Any] = decode(dict(carried), {})
         if of_ranks is not None:
@@ -250,7 +248,7 @@ class HostedGuard(Guard):
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def note_state_replaced(self) -> None:
-        """Handle a replacement of weights and optimizer state by the framework."""
+        """Record that the framework has replaced the weights and the optimizer state."""
         self._session.restoration.note_state_replaced()
 
     def check_lock(self) -> None:
@@ -263,7 +261,8 @@ class HostedGuard(Guard):
     def nonfinite_state(self) -> str | None:
         """Return a description of the tensors with NaN or Inf, or None if there are none.
 
-        The check covers weights, statistics and moments. A state with NaN or Inf must not be saved.
+        The check covers weights, running statistics such as those of BatchNorm, and optimizer
+        moments. A state with NaN or Inf must not be saved.
         """
         names, count = nonfinite_tensors(self._session.saved_state.must_be_finite())
         if not count:
@@ -273,8 +272,11 @@ class HostedGuard(Guard):
     def roll_back(self, why: str) -> None:
         """Roll back to the last good state after `nonfinite_state` has found NaN or Inf.
 
+        Args:
+            why: The description that `nonfinite_state` returned.
+
         Raises:
-            NonFiniteError: H501 if no rollback is left or there is no good state.
+            NonFiniteError: H501 if the limit on rollbacks is reached or there is no good state.
         """
         self._recovery.after_refused_save(why)
 
@@ -284,8 +286,8 @@ class HostedGuard(Guard):
     def stopped_by_signal(self) -> bool:
         """Return whether a signal asked the run to stop.
 
-        With several ranks, any of them may have received it. All ranks learn of it in the same
-        step.
+        With several ranks, any of them may have received the signal. All ranks learn of the request
+        in the same step.
         """
         return self._stop.by_signal
 
@@ -335,15 +337,19 @@ class HostedGuard(Guard):
 
     @contextlib.contextmanager
     def evaluating_alone(self) -> Iterator[None]:
-        """Let only this rank evaluate the models, without gradients or lasting effects."""
+        """Let this rank evaluate the models alone inside the context, without gradients.
+
+        On exit, the mode of each module and the random state are restored.
+        """
         models = list(self._parts.models.values())
         with self._ranks.alone(), evaluating(models, self._parts.devices()):
             yield
 
     def validated(self, value: float | torch.Tensor, **_: Any) -> bool:
-        """Record a validation loss.
+        """Record a validation loss, and pass it to the diagnosis.
 
-        The framework steps the schedulers and keeps the best checkpoint.
+        Unlike `Guard.validated`, this neither steps schedulers nor keeps the best checkpoint, since
+        the framework does both.
 
         Returns:
             False, since this guard keeps no checkpoints.

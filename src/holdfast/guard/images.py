@@ -3,8 +3,8 @@
     images/<tag>/<global step>.png
 
 Each image is checked, converted to 8-bit pixels, encoded by Pillow and written to disk. The number
-of files is limited. Tensors are converted through their own methods, so this module does not import
-torch. ``report.page.images`` reads and shows the images.
+of files is limited. Tensors are converted by calling their own methods, so this module need not
+import torch. ``report.page.images`` reads the images and shows them in the report.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MOST_FILE_BYTES = MOST_PIXEL_BYTES + (64 << 10)
 # A browser needs 256 MiB to draw 2**26 pixels, which is a square image with this side length.
 LONGEST_SIDE = 1 << 13
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# Due to rounding, floats may be slightly outside 0 to 1. Up to this amount, it is not reported.
+# Due to rounding, floats may lie slightly outside 0 to 1. Deviations up to this are not reported.
 _HALF_A_LEVEL = 0.5 / 255
 
 
 def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
-    """Write an image of the current step, delete the tag's oldest images, and record an event.
+    """Write an image for the current step, delete the tag's oldest images, and record an event.
 
     If the image cannot be written, or 64 other tags already have images, an ``image_left_out``
     event is recorded instead. No error is raised.
@@ -119,17 +119,17 @@ def _check_tag(tag: object) -> None:
 
 
 def _is_one_tag_too_many(folder: Path) -> bool:
-    """Return whether the folder would be a new tag beyond the maximum number of tags."""
+    """Return whether creating a tag's folder would exceed the maximum number of tags."""
     if folder.is_dir():
         return False
     return sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS
 
 
 def _delete_oldest(folder: Path) -> None:
-    """Delete all but the most recently written images of a tag.
+    """Delete all but the `MOST_OF_A_TAG` most recently written images in a tag's folder.
 
-    The order is by time of writing, not by step. After a rollback, the images of later steps are
-    the older ones.
+    Images are ordered by the time of writing rather than by step, because after a rollback, an
+    image of a later step may be older.
     """
     images = []
     for path in folder.iterdir():
@@ -138,13 +138,14 @@ def _delete_oldest(folder: Path) -> None:
             path.unlink(missing_ok=True)
         elif path.suffix == ".png" and path.stem.isdecimal():
             images.append((path.stat().st_mtime_ns, int(path.stem), path))
+    # Keep the newest images, which are the last ones in the sorted list.
     for _, _, path in sorted(images)[:-MOST_OF_A_TAG]:
         path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pixels:
-    """An image as 8-bit levels, and the number of values that were changed to fit."""
+    """An image as 8-bit levels, and the numbers of values that could not be represented exactly."""
 
     levels: npt.NDArray[np.uint8]
     nonfinite: int = 0
@@ -152,7 +153,7 @@ class _Pixels:
 
 
 def _pixels_of(image: Any) -> _Pixels:
-    """Check an image and convert it to 8-bit levels."""
+    """Check an image and convert it to 8-bit levels, or raise H105 if it is invalid."""
     array = _without_single_channel(_as_array(image))
     _check_shape(array)
     if array.dtype == np.uint8:
@@ -188,7 +189,7 @@ def _as_array(image: Any) -> npt.NDArray[Any]:
 
 
 def _without_single_channel(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an image of shape (height, width, 1) as (height, width). Others are unchanged."""
+    """Return an image of shape (height, width, 1) as (height, width), and others unchanged."""
     if array.ndim == 3 and array.shape[2] == 1:
         return array[:, :, 0]
     return array

@@ -1,12 +1,14 @@
 """Return to a position in a loader. There is one class for each type of loader.
 
-`StatefulLoader`   has ``state_dict`` and ``load_state_dict``, and restores its position itself
-`HoldfastLoader`   a `holdfast.DataLoader`, which does so exactly and without reading any data
-`ReplayedLoader`   any other iterable: the random state from the start of the epoch is restored, and
-                   the batches before the position are read and discarded
+`StatefulLoader`   for a loader with ``state_dict`` and ``load_state_dict``, which restores its
+                   position itself
+`HoldfastLoader`   for a `holdfast.DataLoader`, which restores its position exactly and without
+                   reading any data
+`ReplayedLoader`   for any other iterable: the random state from the start of the epoch is restored,
+                   and the batches before the position are read and discarded
 
-`Cursor` counts the batches and calls these classes. ``loader.foreign.promises`` states what a
-resume promises for each type of loader.
+`Cursor` counts the batches and uses these classes. ``loader.foreign.promises`` states how exactly a
+run resumes with each type of loader.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
 
-# Returned by ``next`` when an iterator is exhausted.
+# The default passed to ``next``, which returns it when an iterator is exhausted.
 _END = object()
 
 
@@ -47,7 +49,7 @@ class EpochProgress:
     trained: int = 0
     # The number of batches since the last one for which a step was run.
     batches_without_step: int = 0
-    # True while an iterator over this epoch is in use.
+    # True while an iterator over the current epoch is in use.
     under_way: bool = False
     # True from the start of a fetch until the fetched batch counts as trained.
     fetching: bool = False
@@ -65,20 +67,24 @@ class ResumePosition(Protocol):
         """
 
     def before_fetch(self) -> RandomState:
-        """Store the position, and return the random state that belongs to it."""
+        """Store the position before a fetch, and return the random state to save with it."""
 
     def after_fetch(self, batch: Any) -> HandedOut | None:
-        """Store the position after a batch, and return the batch with its samples, if known."""
+        """Store the position after a batch, and return the batch with its samples.
+
+        Returns:
+            The batch and its dataset indices, or None if the indices are unknown.
+        """
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Prepare for a replay, because the current batch now counts as trained.
+        """Update the state for a replay, because the current batch now counts as trained.
 
         Args:
             before_fetch: The random state before the batch was fetched.
         """
 
     def leave(self) -> None:
-        """Abandon the iterator. The next `begin` must return to this position."""
+        """Abandon the iterator. The next `begin` must return to the current position."""
 
     def end_epoch(self) -> None:
         """Discard the state of the epoch that has just ended."""
@@ -87,11 +93,11 @@ class ResumePosition(Protocol):
         """Return the entries of `empty_state` that this type of loader fills in."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make `begin` return to a saved position."""
+        """Make the next `begin` return to a saved position."""
 
 
 def empty_state() -> dict[str, Any]:
-    """Return the entries of a saved position that only some types of loaders fill in."""
+    """Return default values for those entries of a saved position that not all loaders fill in."""
     return {
         "loader": None,
         "epoch_start": None,
@@ -132,7 +138,7 @@ class StatefulLoader:
         self._progress = progress
         # The loader's position before the last fetch.
         self._state: Any = None
-        # Whether the loader has to load this position before it is iterated.
+        # Whether the loader has to load `_state` before it is iterated.
         self._must_load = False
 
     def begin(self, random_state: RandomState | None) -> Iterator[Any]:
@@ -150,7 +156,7 @@ class StatefulLoader:
             self._must_load = False
 
     def before_fetch(self) -> RandomState:
-        """Store the position, and return the random state that belongs to it."""
+        """Store the position before a fetch, and return the random state to save with it."""
         self._state = self._current_state()
         return capture(self._devices)
 
@@ -165,7 +171,7 @@ class StatefulLoader:
         """Do nothing, because the loader tracks its position."""
 
     def leave(self) -> None:
-        """Save the position for the next `begin`."""
+        """Store the current position, so that the next `begin` returns to it."""
         self._state = self.state_dict()["loader"]
         self._must_load = True
 
@@ -178,7 +184,11 @@ class StatefulLoader:
         return {"loader": self._state}
 
     def _refresh_state(self) -> None:
-        """Update the stored position, unless the loader is ahead of it or has yet to move to it."""
+        """Update the stored position from the loader.
+
+        The stored position is left unchanged if the loader is ahead of it, because a batch was
+        fetched but not counted, or if the loader has yet to be moved to it.
+        """
         if not self._progress.fetching and not self._must_load:
             self._state = self._current_state()
 
@@ -191,7 +201,8 @@ class StatefulLoader:
 class HoldfastLoader(StatefulLoader):
     """Tracks a `holdfast.DataLoader`, which moves to any position without reading earlier batches.
 
-    The position is that of the guard's iterator, even if the loop body iterates the loader too.
+    The saved position is that of the guard's iterator, even if the loop body also iterates the
+    loader.
     """
 
     _loader: DataLoader
@@ -224,7 +235,7 @@ class HoldfastLoader(StatefulLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, including the state of its sampler.
 
-        The sampler's state may be large, so it is not saved after each batch.
+        The sampler's state may be large, so it is added here rather than after each batch.
         """
         self._refresh_state()
         if self._state is None or "sampler" in self._state:
@@ -239,7 +250,10 @@ class HoldfastLoader(StatefulLoader):
             super()._refresh_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make `begin` return to a saved position. A position of another order is refused."""
+        """Make `begin` return to a saved position.
+
+        The loader raises an error if the position was saved with a different order of samples.
+        """
         super().load_state_dict(state)
         if self._must_load:
             self._loader.load_state_dict(self._state)
@@ -249,8 +263,8 @@ class ReplayedLoader:
     """Tracks a loader without ``state_dict``, by reading and discarding batches after a resume.
 
     The last discarded batch is read with the same random state as in the original run, since the
-    next batch may depend on it. For torch's own DataLoader, the state of its samplers and its
-    persistent workers are restored too.
+    next batch may depend on that batch. For torch's own DataLoader, the states of its samplers are
+    restored too, and persistent workers are started or shut down as in the original run.
     """
 
     def __init__(
@@ -267,8 +281,8 @@ class ReplayedLoader:
         self._before_last: RandomState | None = None
         # The states of the loader's generators and samplers at the start of this epoch.
         self._generators: list[Any] = []
-        # Whether persistent workers existed when this epoch began. If None, this is unknown, and
-        # the workers are left unchanged.
+        # Whether persistent workers existed when this epoch began. None means that this is unknown,
+        # in which case the workers are left unchanged.
         self._had_workers: bool | None = None
         # A digest of the input that determines the loader's order, such as a sampler's weights.
         self._order: bytes | None = None
@@ -286,7 +300,7 @@ class ReplayedLoader:
         return self._replay(random_state)
 
     def _notice_changed_order(self) -> None:
-        """Check whether the script has changed the order's input since the last epoch."""
+        """Check whether the script has changed what determines the order since the last epoch."""
         order = digest_order(self._loader)
         if self._order is not None and order != self._order:
             self.order_was_changed = True
@@ -305,6 +319,9 @@ class ReplayedLoader:
 
         The replay draws random numbers. All random state is restored afterwards, so training
         continues as if there had been no replay.
+
+        Args:
+            random_state: The random state to restore afterwards, or None for the current one.
         """
         random_state_afterwards = random_state or capture(self._devices)
         self._match_workers()
@@ -329,7 +346,7 @@ class ReplayedLoader:
                 return
 
     def _match_workers(self) -> None:
-        """Start or shut down torch's persistent workers, as they were when this epoch began."""
+        """Start or shut down torch's persistent workers, to match those when this epoch began."""
         if self._torch_loader is None:
             return
         if self._had_workers is not None:
@@ -339,10 +356,10 @@ class ReplayedLoader:
         self._had_workers = has_workers(self._torch_loader)
 
     def before_fetch(self) -> RandomState:
-        """Return the random state that belongs to the position.
+        """Return the random state that a checkpoint must save with the position.
 
         Before the first batch, this is the state at the start of the epoch, since a resume draws
-        the epoch's order again.
+        the order of the epoch again.
         """
         if self._progress.batches == 0 and self._epoch_start is not None:
             return self._epoch_start
@@ -353,7 +370,7 @@ class ReplayedLoader:
         return None
 
     def note_counted(self, before_fetch: RandomState | None) -> None:
-        """Keep the random state for reading the last batch of a replay."""
+        """Keep the random state before the fetch, for the last batch of a replay."""
         self._before_last = before_fetch
 
     def leave(self) -> None:
@@ -368,8 +385,8 @@ class ReplayedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed for a replay."""
         generators_now = self._generators
-        # Fetching the first batch may draw the order of the epoch. A resume draws it again, so it
-        # needs the generators as they were before the fetch.
+        # Fetching the first batch may draw the order of the epoch. A resume draws the order again,
+        # so the generators' states from before the fetch are saved.
         order_is_drawn = self._progress.fetching and self._progress.batches == 0
         if not order_is_drawn:
             generators_now = self._generator_states()
@@ -397,7 +414,7 @@ class ReplayedLoader:
         return {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make `begin` return to a saved position."""
+        """Make the next `begin` return to a saved position."""
         self._epoch_start = _from_tree(state["epoch_start"])
         self._before_last = _from_tree(state.get("before_last"))
         self._generators = state["generators"]
@@ -407,7 +424,7 @@ class ReplayedLoader:
         self._compare_settings(state.get("settings", {}))
 
     def _compare_settings(self, saved: dict[str, Any]) -> None:
-        """Store which settings differ from those in the checkpoint."""
+        """Store the checkpoint's settings that differ from the loader's in `changed_settings`."""
         settings = self._settings()
         self.changed_settings = tuple(
             f"{name}={saved[name]!r}"
@@ -448,7 +465,7 @@ def _state_of(source: Any) -> Any:
 
 
 def _restore_source(source: Any, state: Any) -> None:
-    """Restore a random generator or a sampler from the value of `_state_of`."""
+    """Restore a random generator or a sampler from a state that `_state_of` returned."""
     if isinstance(source, random.Random):
         source.setstate(state)
     elif isinstance(source, np.random.Generator):
@@ -456,6 +473,6 @@ def _restore_source(source: Any, state: Any) -> None:
     elif not is_stateful(source):
         source.set_state(state)
     elif not same(source.state_dict(), state):
-        # An equal state is not loaded, because loading a state makes some samplers start in the
-        # middle of an epoch.
+        # A state that equals the current one is not loaded, because some samplers start in the
+        # middle of an epoch after they have loaded a state.
         source.load_state_dict(copied(state))

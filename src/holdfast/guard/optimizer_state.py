@@ -1,8 +1,9 @@
-"""Load and describe the state of optimizers, through their own methods.
+"""Load and describe the state of optimizers, using the optimizers' own methods.
 
-An optimizer that wraps another, such as Lookahead, may keep its state in any form. The guard looks
-into a ``state_dict`` only if it has the layout of a torch optimizer's (`has_torch_layout`). Any
-other ``state_dict`` is saved and loaded as one opaque value.
+An optimizer that wraps another, such as Lookahead, may keep its state in any form. The guard reads
+individual entries of a ``state_dict`` only if it has the layout of a torch optimizer's
+``state_dict`` (`has_torch_layout`). Any other ``state_dict`` is saved and loaded as one opaque
+value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from holdfast.guard.optimizers import optimizers_inside
 
 
 def has_torch_layout(state: Any) -> bool:
-    """Return whether a ``state_dict`` has exactly the layout of a torch optimizer's."""
+    """Return whether a ``state_dict`` has exactly the layout that torch optimizers use."""
     if not isinstance(state, Mapping) or set(state) != {"state", "param_groups"}:
         return False
     groups = state["param_groups"]
@@ -37,8 +38,8 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
     """Load a saved ``state_dict`` through the optimizer's own ``load_state_dict``.
 
     Tensors keep the dtypes in which they were saved, even in a torch optimizer inside a wrapper. If
-    a wrapper shared its ``param_groups`` or ``state`` with an inner optimizer, it shares them again
-    afterwards.
+    a wrapper shared its ``param_groups`` or ``state`` with an inner optimizer, they are shared
+    again after loading.
     """
     inner_optimizers = [
         inner for inner in optimizers_inside(optimizer) if isinstance(inner, Optimizer)
@@ -57,8 +58,8 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
         _load_and_keep_dtypes(optimizer, optimizer.load_state_dict, saved)
 
     for name, inner in shared:
-        # torch's load_state_dict creates new groups. A wrapper with the old groups would let its
-        # scheduler change learning rates that no optimizer reads.
+        # torch's load_state_dict creates new groups. If the wrapper kept the old ones, its
+        # scheduler would change learning rates that no optimizer reads.
         setattr(optimizer, name, getattr(inner, name))
 
 
@@ -73,7 +74,7 @@ def _is_shared(first: Any, second: Any) -> bool:
 
 @contextlib.contextmanager
 def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
-    """Let a wrapped optimizer keep dtypes when its wrapper calls ``load_state_dict``."""
+    """Make a wrapped optimizer keep saved dtypes when its wrapper calls ``load_state_dict``."""
     own_attributes = vars(optimizer)
     was_replaced = "load_state_dict" in own_attributes
     original = optimizer.load_state_dict
@@ -92,8 +93,13 @@ def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
 def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) -> None:
     """Load a saved state with the given method, then restore the saved dtype of each tensor.
 
-    torch casts state to the dtype of its parameter, which would round the fp32 moments of bf16
-    weights.
+    While loading, torch casts state tensors to the dtype of their parameter, which would round the
+    fp32 moments of bf16 weights.
+
+    Args:
+        optimizer: The optimizer that receives the state.
+        load: The optimizer's own ``load_state_dict``.
+        saved: The saved ``state_dict``.
     """
     load(saved)
     if not has_torch_layout(saved):
@@ -108,7 +114,7 @@ def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], save
 
 
 def _restore_dtypes(loaded_state: dict[str, Any], saved_state: Mapping[str, Any]) -> None:
-    """Replace the tensors in one parameter's state whose dtype changed when they were loaded."""
+    """Replace each tensor in one parameter's state whose dtype was changed by loading it."""
     for entry, saved in saved_state.items():
         loaded = loaded_state.get(entry)
         if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
@@ -130,7 +136,7 @@ def state_tensors(
 
     Args:
         optimizer: The optimizer, which may be a wrapper.
-        names: The names of the parameters, by their ids.
+        names: The names of the parameters, keyed by their ``id``.
     """
     saved = optimizer.state_dict()
     if not has_torch_layout(saved):
@@ -163,8 +169,8 @@ def _tensors_in(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 def describe_state(optimizer: Optimizer) -> list[tuple[str, list[int]]]:
     """Return the description and shape of each tensor in an optimizer's state, sorted.
 
-    The descriptions name parameters by group and position, so that replicas of an optimizer return
-    equal lists on all ranks.
+    The descriptions refer to a parameter by its group and its position in the group, so that
+    replicas of an optimizer yield equal lists on all ranks.
     """
     positions = {
         id(parameter): f"{index}.{position}"

@@ -22,8 +22,8 @@ _TWO_PASS_METHODS = (
     {"ascent_step", "descent_step"},
     {"set_closure"},
 )
-# Optimizers with one of these methods run the backward pass themselves. Calling only `step` on them
-# would amount to a different algorithm.
+# Optimizers with one of these methods run the backward pass themselves. If only `step` were called,
+# they would compute a different algorithm.
 _BACKWARD_METHODS = ("backward", "pc_backward", "fused_backward")
 # Optimizers with one of these attributes shard their state over the ranks: torch's
 # ZeroRedundancyOptimizer and fairscale's OSS, Meta's Shampoo, and Apex's DistributedFusedAdam.
@@ -50,12 +50,12 @@ _MOST_LEVELS = 2
 
 
 def looks_like_an_optimizer(value: Any) -> bool:
-    """Return whether an object is a torch optimizer or has ``param_groups`` like one."""
+    """Return whether an object is a torch optimizer or has ``param_groups`` as one does."""
     return isinstance(value, Optimizer) or bool(_groups_of(value))
 
 
 def _groups_of(value: Any) -> list[Any]:
-    """Return an object's ``param_groups``, or an empty list if it is not like an optimizer."""
+    """Return an object's ``param_groups``, or an empty list if it has none in torch's format."""
     try:
         groups = value.param_groups
     except Exception:  # noqa: BLE001 - a property or `__getattr__` may raise anything
@@ -84,10 +84,10 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def identities(optimizer: Any) -> set[int]:
-    """Return the ids of an optimizer, of all optimizers that it wraps, and of their groups.
+    """Return the ids of an optimizer, all optimizers that it wraps, and all their parameter groups.
 
-    If the ids of two objects overlap, both drive the same parameters: a wrapper shares ids with the
-    optimizer that it wraps.
+    If the ids of two optimizers overlap, both update the same parameters. For example, a wrapper
+    shares ids with the optimizer that it wraps.
     """
     ids = set()
     for holder in (optimizer, *optimizers_inside(optimizer)):
@@ -108,9 +108,10 @@ def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
         owned: The ids of the parameters of all models.
 
     Raises:
-        PolicyError: H105 if it has no ``param_groups`` or ``state``. H106 if one of its parameters
-            belongs to no model. H107 if its ``step`` needs a closure or a second pass, or if it
-            runs the backward pass itself. H108 if it shards its state over the ranks.
+        PolicyError: H105 if the optimizer has no ``param_groups`` or ``state``. H106 if one of its
+            parameters belongs to no model. H107 if its ``step`` needs a closure or a second
+            gradient, or if it runs the backward pass itself. H108 if it shards its state over the
+            ranks.
     """
     _check_attributes(name, optimizer)
     for holder in (optimizer, *optimizers_inside(optimizer)):
@@ -123,7 +124,7 @@ def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
 
 
 def _check_attributes(name: str, optimizer: Any) -> None:
-    """Raise H105 for an optimizer that lacks ``param_groups`` or ``state``."""
+    """Raise H105 if an optimizer lacks ``param_groups`` or ``state``."""
     for attribute, needed_type in (("param_groups", list), ("state", Mapping)):
         if isinstance(getattr(optimizer, attribute, None), needed_type):
             continue
@@ -142,7 +143,7 @@ def _check_attributes(name: str, optimizer: Any) -> None:
 
 
 def _check_state_is_not_sharded(name: str, optimizer: Any) -> None:
-    """Raise H108 for an optimizer that shards its state over the ranks."""
+    """Raise H108 if an optimizer shards its state over the ranks."""
     kind = type(optimizer)
     own_attributes = getattr(optimizer, "__dict__", {})
     for attribute in _SHARDED_STATE_ATTRIBUTES:
@@ -156,7 +157,7 @@ def _check_state_is_not_sharded(name: str, optimizer: Any) -> None:
 
 
 def _check_leaves_backward_to_the_guard(name: str, optimizer: Any) -> None:
-    """Raise H107 for an optimizer that runs the backward pass itself."""
+    """Raise H107 if an optimizer runs the backward pass itself."""
     kind = type(optimizer)
     for method in _BACKWARD_METHODS:
         if callable(getattr(kind, method, None)):
@@ -176,7 +177,7 @@ def _check_leaves_backward_to_the_guard(name: str, optimizer: Any) -> None:
 
 
 def _check_computes_one_gradient(name: str, optimizer: Any) -> None:
-    """Raise H107 for an optimizer that computes the gradient a second time in each step."""
+    """Raise H107 if an optimizer computes the gradient a second time in each step."""
     kind = type(optimizer)
     for methods in _TWO_PASS_METHODS:
         if all(callable(getattr(kind, method, None)) for method in methods):
@@ -205,7 +206,7 @@ def _step_has_required_arguments(kind: type) -> bool:
     except (TypeError, ValueError):
         # Some functions in C extensions have no signature.
         return False
-    # The first parameter is `self`.
+    # Skip the first parameter, which is `self`.
     for parameter in parameters[1:]:
         is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not is_variable:
@@ -214,7 +215,7 @@ def _step_has_required_arguments(kind: type) -> bool:
 
 
 def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: set[int]) -> None:
-    """Raise H106 for an optimizer with a parameter that belongs to none of the guard's models."""
+    """Raise H106 if an optimizer has a parameter that belongs to none of the guard's models."""
     foreign = [
         parameter
         for group in optimizer.param_groups
@@ -238,8 +239,8 @@ def _check_parameters_belong_to_models(name: str, optimizer: Optimizer, owned: s
 def failed_without_closure(error: Exception) -> bool:
     """Return whether ``step()`` seems to have failed because it was called without a closure.
 
-    Some optimizers need a closure although their signature says ``closure=None``. This only becomes
-    apparent in their first step.
+    Some optimizers need a closure even though the signature of ``step`` says ``closure=None``. This
+    only becomes apparent in their first step.
     """
     text = str(error)
     if isinstance(error, TypeError) and "'NoneType' object is not callable" in text:
@@ -248,7 +249,7 @@ def failed_without_closure(error: Exception) -> bool:
 
 
 def closure_missing(name: str, optimizer: Any) -> PolicyError:
-    """Return an H107 error for an optimizer whose ``step`` needs a closure or other argument."""
+    """Return an H107 error for an optimizer whose ``step`` needs a closure or another argument."""
     return PolicyError(
         f"optimizer {name!r} is a {type(optimizer).__name__}, whose step() needs a closure or"
         " another argument",
@@ -263,7 +264,7 @@ def closure_missing(name: str, optimizer: Any) -> PolicyError:
 
 @final
 class OptimizerMemory:
-    """The temporary memory that optimizers use in their steps.
+    """Reduces the temporary memory that optimizers use in their steps.
 
     Args:
         optimizers: The optimizers of the run.
@@ -273,7 +274,10 @@ class OptimizerMemory:
         self._optimizers = list(optimizers)
 
     def release(self) -> None:
-        """Make optimizers update one tensor at a time, which needs the least temporary memory."""
+        """Make optimizers update one tensor at a time, which minimizes temporary memory.
+
+        Fused optimizers are left unchanged.
+        """
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 if not group.get("fused") and "foreach" in group:

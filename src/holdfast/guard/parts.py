@@ -1,10 +1,10 @@
 """The objects that a run consists of: models, optimizers, schedulers, averages and other state.
 
 Each object has a name. A single model is named ``"model"`` and a single optimizer ``"optimizer"``.
-In a dict, the keys are the names. The names appear in gradient norms, in error messages and in the
-files of a checkpoint.
+In a dict, the keys are the names. The names appear as keys of gradient norms, in error messages and
+in the files of a checkpoint.
 
-``arguments`` checks and names the objects that are passed to `Guard`.
+``arguments`` checks the objects passed to `Guard` and names them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,23 @@ class Parts:
     # The bare modules, without DDP and torch.compile wrappers.
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    # A scheduler often has the name of the optimizer that it drives, but does not need to.
+    # A scheduler may have the name of the optimizer that it drives, but does not have to.
     schedulers: dict[str, Any]
     # Additional state, including the averages.
     states: dict[str, Stateful]
-    # Averages of weights, by model name.
+    # Averages of model weights, by model name.
     averages: Mapping[str, AveragedModel] = field(default_factory=dict)
     # The DistributedDataParallel modules that were passed as models.
     wrappers: Mapping[str, nn.Module] = field(default_factory=dict)
-    # Whether a model or a part of it was compiled when the guard was created. Code that is compiled
+    # Whether a model or a submodule was compiled when the guard was created. Code that is compiled
     # in other ways is detected later.
     compiled: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters of all models with their full names."""
+        """Yield all parameters of all models, each with its name.
+
+        The name begins with that of the model, unless there is only one unnamed model.
+        """
         is_single = len(self.models) == 1 and "model" in self.models
         for model_name, model in self.models.items():
             prefix = "" if is_single else f"{model_name}."
@@ -89,7 +92,7 @@ class Parts:
         return names
 
     def devices(self) -> list[torch.device]:
-        """Return the accelerators that hold parameters. The list is empty on the CPU."""
+        """Return the accelerators that hold parameters, or an empty list on the CPU."""
         devices = {
             parameter.device for model in self.models.values() for parameter in model.parameters()
         }
@@ -104,11 +107,11 @@ class Parts:
     # --- settings
 
     def settings(self) -> dict[str, Any]:
-        """Return the plain settings of the optimizers and of torch's schedulers.
+        """Return those settings of optimizers and torch schedulers that have plain values.
 
         Returns:
-            Numbers, strings, None, and lists of numbers, by names such as ``"optimizer.0.lr"`` and
-            ``"scheduler decay.gamma"``.
+            Numbers, strings, None, and lists of numbers, keyed by names such as
+            ``"optimizer.0.lr"`` and ``"scheduler decay.gamma"``.
         """
         all_settings = {**self._optimizer_settings(), **self._scheduler_settings()}
         plain_settings = {}
@@ -149,7 +152,7 @@ class Parts:
         """Update the average of each model whose parameters have changed.
 
         Args:
-            moved: The parameters of the optimizers that were stepped.
+            moved: The parameters that were updated by the last step.
         """
         moved_ids = set(map(id, moved))
         for name, average in self.averages.items():
@@ -162,9 +165,9 @@ class Parts:
         """Put averaged parameters and buffers into the models inside the context.
 
         Args:
-            state: The state of the run. It forbids saving inside the context.
+            state: The state of the run, which forbids saving inside the context.
         """
-        # An average that has never been updated contains the initial weights.
+        # Leave out averages that have never been updated, since they hold the initial weights.
         names = [name for name, average in self.averages.items() if average.n_averaged > 0]
         in_models = [
             tensor.detach() for name in names for _, tensor in named_tensors(self.models[name])

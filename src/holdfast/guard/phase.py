@@ -1,7 +1,7 @@
 """Track the phase of a run, and whether the state in memory is sound.
 
-`Phase` is what the run is doing. `Soundness` is whether the weights, buffers and moments in memory
-belong to the same point in the data; it persists across phases. `TRANSITIONS` and
+`Phase` states what the run is doing. `Soundness` states whether the weights, buffers and moments in
+memory belong to the same point in the data, and persists across phases. `TRANSITIONS` and
 `PHASE_AFTER_ROLLBACK` contain the allowed changes of phase, and `RunState` raises an AssertionError
 for any other change:
 
@@ -29,11 +29,11 @@ class Phase(StrEnum):
     AT_BOUNDARY = "at boundary"
     # A step is being attempted, and can still be taken back.
     IN_STEP = "in step"
-    # The same, after another step with this batch, such as that of a second optimizer.
+    # Like `IN_STEP`, but another step, such as that of another optimizer, has used this batch.
     IN_FURTHER_STEP = "in a further step"
     # Optimizers are changing the weights, or counters are being updated after the step.
     COMMITTING = "committing"
-    # A step was committed, skipped or undone, and the rest of the loop body has yet to run.
+    # A step was committed, skipped or failed, and the rest of the loop body has yet to run.
     AFTER_STEP = "after step"
     # An earlier state is being restored.
     ROLLING_BACK = "rolling back"
@@ -70,16 +70,15 @@ class Transition(StrEnum):
     SPOIL = "spoil"
 
 
-# Every change of phase that may happen. Where a phase leads to itself, the transition is known to
-# occur in it and changes nothing.
+# Every allowed change of phase. If a transition leads from a phase to the same phase, it may occur
+# in that phase but changes nothing.
 TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
-    # The directory is locked. If an error has interrupted `close`, the phase is still the one
-    # before it.
+    # The directory is locked. If an error interrupted `close`, the phase has not become closed.
     (Phase.CLOSED, Transition.OPEN): Phase.AT_BOUNDARY,
     (Phase.AT_BOUNDARY, Transition.OPEN): Phase.AT_BOUNDARY,
     (Phase.AFTER_STEP, Transition.OPEN): Phase.AFTER_STEP,
-    # The directory is unlocked. User code may do that at any time, even in a loss function or in a
-    # signal handler. A step that has begun then ends as usual.
+    # The directory is unlocked. User code may unlock it at any time, even in a loss function or a
+    # signal handler. In that case, a step that has begun still ends as usual.
     (Phase.CLOSED, Transition.CLOSE): Phase.CLOSED,
     (Phase.AT_BOUNDARY, Transition.CLOSE): Phase.CLOSED,
     (Phase.IN_STEP, Transition.CLOSE): Phase.IN_STEP,
@@ -87,35 +86,36 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     (Phase.COMMITTING, Transition.CLOSE): Phase.COMMITTING,
     (Phase.AFTER_STEP, Transition.CLOSE): Phase.CLOSED,
     (Phase.ROLLING_BACK, Transition.CLOSE): Phase.ROLLING_BACK,
-    # A step begins. In the phase of committing, a hook of an optimizer makes a step of its own. The
-    # phase is closed if an error has interrupted `Session.open`.
+    # A step begins. It begins while another step is committing if an optimizer hook runs a step of
+    # its own, and while the phase is closed if an error interrupted `Session.open`.
     (Phase.CLOSED, Transition.BEGIN): Phase.IN_STEP,
     (Phase.AT_BOUNDARY, Transition.BEGIN): Phase.IN_STEP,
     (Phase.AFTER_STEP, Transition.BEGIN): Phase.IN_FURTHER_STEP,
     (Phase.COMMITTING, Transition.BEGIN): Phase.IN_FURTHER_STEP,
-    # Everything that the step has changed is restored.
+    # Everything that the step changed has been restored.
     (Phase.IN_STEP, Transition.TAKE_BACK): Phase.AT_BOUNDARY,
     (Phase.IN_FURTHER_STEP, Transition.TAKE_BACK): Phase.AFTER_STEP,
     # The optimizers begin to change the weights.
     (Phase.IN_STEP, Transition.COMMIT): Phase.COMMITTING,
     (Phase.IN_FURTHER_STEP, Transition.COMMIT): Phase.COMMITTING,
-    # The committed step is complete. After the step of a hook, its phase is that of the step which
-    # the hook belongs to.
+    # The committed step is complete. If an optimizer hook ran a step of its own, the inner step has
+    # already caused this transition, so the phase no longer changes when the outer step completes.
     (Phase.COMMITTING, Transition.COMMITTED): Phase.AFTER_STEP,
     (Phase.AFTER_STEP, Transition.COMMITTED): Phase.AFTER_STEP,
     # The batch of a step that was taken back is skipped.
     (Phase.CLOSED, Transition.SKIPPED): Phase.AFTER_STEP,
     (Phase.AT_BOUNDARY, Transition.SKIPPED): Phase.AFTER_STEP,
     (Phase.AFTER_STEP, Transition.SKIPPED): Phase.AFTER_STEP,
-    # A step ends with an error, before it has begun, after it was taken back, or in its middle.
+    # A step ends with an error: before it has begun, while it is in progress, or after it was taken
+    # back.
     (Phase.CLOSED, Transition.STEP_FAILED): Phase.CLOSED,
     (Phase.AT_BOUNDARY, Transition.STEP_FAILED): Phase.AT_BOUNDARY,
     (Phase.IN_STEP, Transition.STEP_FAILED): Phase.AFTER_STEP,
     (Phase.IN_FURTHER_STEP, Transition.STEP_FAILED): Phase.AFTER_STEP,
     (Phase.COMMITTING, Transition.STEP_FAILED): Phase.AFTER_STEP,
     (Phase.AFTER_STEP, Transition.STEP_FAILED): Phase.AFTER_STEP,
-    # The loop body has finished with a batch, whether a step was run with it or not. Inside a step,
-    # the loss function or a hook has requested the next batch.
+    # The loop body has finished with a batch, whether or not a step was run with it. Inside a step,
+    # this means that the loss function or a hook has requested the next batch.
     (Phase.CLOSED, Transition.BOUNDARY): Phase.CLOSED,
     (Phase.AT_BOUNDARY, Transition.BOUNDARY): Phase.AT_BOUNDARY,
     (Phase.IN_STEP, Transition.BOUNDARY): Phase.IN_STEP,
@@ -123,8 +123,8 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     (Phase.COMMITTING, Transition.BOUNDARY): Phase.COMMITTING,
     (Phase.AFTER_STEP, Transition.BOUNDARY): Phase.AT_BOUNDARY,
     # The restoration of an earlier state begins: after a step, when a save was refused, or when an
-    # optimizer has failed in the middle of its step. The loss function of a framework may save, so
-    # that a save can be refused inside a step, which then ends as usual.
+    # optimizer failed in the middle of its step. A framework may save inside its loss function, so
+    # a save may be refused during a step, which then ends as usual.
     (Phase.CLOSED, Transition.ROLL_BACK): Phase.ROLLING_BACK,
     (Phase.AT_BOUNDARY, Transition.ROLL_BACK): Phase.ROLLING_BACK,
     (Phase.IN_STEP, Transition.ROLL_BACK): Phase.ROLLING_BACK,
@@ -150,11 +150,11 @@ PHASE_AFTER_ROLLBACK: dict[tuple[Soundness, Phase], Phase] = {
     (Soundness.SOUND, Phase.CLOSED): Phase.CLOSED,
     (Soundness.SOUND, Phase.AT_BOUNDARY): Phase.AT_BOUNDARY,
     (Soundness.SOUND, Phase.AFTER_STEP): Phase.AFTER_STEP,
-    # The loop has rewound its data, so it is at the boundary before the first batch of that state.
+    # The loop has returned to the data position of the restored state, which is at a boundary.
     (Soundness.REWOUND, Phase.CLOSED): Phase.AT_BOUNDARY,
     (Soundness.REWOUND, Phase.AT_BOUNDARY): Phase.AT_BOUNDARY,
     (Soundness.REWOUND, Phase.AFTER_STEP): Phase.AT_BOUNDARY,
-    # The batch in use has broken the state, so this batch counts as used.
+    # The current batch has broken the state, so it counts as used.
     (Soundness.BROKEN, Phase.CLOSED): Phase.AFTER_STEP,
     (Soundness.BROKEN, Phase.AT_BOUNDARY): Phase.AFTER_STEP,
     (Soundness.BROKEN, Phase.AFTER_STEP): Phase.AFTER_STEP,
@@ -171,7 +171,7 @@ _ATTEMPTING = (Phase.IN_STEP, Phase.IN_FURTHER_STEP)
 
 
 class RunState:
-    """The phase of one run, the soundness of its state, and the kind of weights its models hold.
+    """The phase of a run, the soundness of its state, and which weights its models hold.
 
     Example:
         >>> state = RunState()
@@ -188,17 +188,17 @@ class RunState:
 
     @property
     def phase(self) -> Phase:
-        """Return what the run is doing."""
+        """Return the phase, which states what the run is doing."""
         return self._phase
 
     @property
     def soundness(self) -> Soundness:
-        """Return whether the state in memory belongs to one point in the data."""
+        """Return the soundness, which states whether the state in memory is consistent."""
         return self._soundness
 
     @property
     def in_loop(self) -> bool:
-        """Return whether a loop over `Guard.batches` is running, which sets the boundaries."""
+        """Return whether a loop over `Guard.batches` is running. If so, it marks the boundaries."""
         return self._in_loop
 
     @property
@@ -208,7 +208,7 @@ class RunState:
 
     @property
     def may_be_saved(self) -> bool:
-        """Return whether the state is consistent, so that a run can resume from a checkpoint."""
+        """Return whether a run could resume from a checkpoint of the current state."""
         return (
             self._phase in _BETWEEN_STEPS
             and self._soundness is Soundness.SOUND
@@ -227,7 +227,7 @@ class RunState:
 
     @property
     def is_attempting(self) -> bool:
-        """Return whether a step has begun that can still be taken back."""
+        """Return whether a step is in progress that can still be taken back."""
         return self._phase in _ATTEMPTING
 
     @property
@@ -236,7 +236,7 @@ class RunState:
         return self._phase not in _BETWEEN_STEPS
 
     def _follow(self, transition: Transition) -> None:
-        """Enter the phase that a transition leads to. If there is none, raise an AssertionError."""
+        """Enter the phase that a transition leads to, or raise an AssertionError if none exists."""
         following = TRANSITIONS.get((self._phase, transition))
         if following is None:
             raise AssertionError(
@@ -280,9 +280,10 @@ class RunState:
         """Record that a step ended with an error.
 
         If the step was taken back and was the only step with this batch, the state stays sound.
-        Otherwise, the batch was processed only in part, and the state is broken, unless the loop is
-        about to return to an earlier position anyway.
+        Otherwise, the batch was only partly processed, so the state becomes broken, unless the loop
+        is about to return to an earlier position anyway.
         """
+        # In these two phases, no step has changed anything since the last boundary.
         is_whole = self._phase in (Phase.CLOSED, Phase.AT_BOUNDARY)
         self._follow(Transition.STEP_FAILED)
         if self._soundness is Soundness.SOUND and not is_whole:
@@ -306,7 +307,10 @@ class RunState:
 
     @contextlib.contextmanager
     def rolling_back(self) -> Iterator[None]:
-        """Surround the restoration of an earlier state; an error leaves the state broken."""
+        """Mark the body of the context as the restoration of an earlier state.
+
+        On exit, the state is sound. If the body raises an error, the state is broken.
+        """
         before = (self._soundness, self._phase)
         self._follow(Transition.ROLL_BACK)
         try:

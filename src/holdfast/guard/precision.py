@@ -14,7 +14,7 @@ _NO_AUTOCAST = contextlib.nullcontext()
 
 
 def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    """Return the autocast context for a forward pass. For fp32, the context does nothing."""
+    """Return the autocast context for a forward pass, which does nothing for fp32."""
     dtype = _AUTOCAST_DTYPES.get(precision)
     if dtype is None:
         return _NO_AUTOCAST

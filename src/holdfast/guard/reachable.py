@@ -1,4 +1,4 @@
-"""Find objects through the attributes of another, such as the optimizer inside a scheduler."""
+"""Find objects that another object refers to, such as the optimizer inside a scheduler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# The search stops this many attributes away from its root. Objects further away probably belong to
-# other code, such as a trainer that a closure refers to.
+# The search stops at this distance from its root, in attributes. Objects further away probably
+# belong to other code, such as a trainer that a closure refers to.
 MOST_LEVELS = 4
-# The search stops after this many objects, since some objects refer to half of the program.
+# The search stops after visiting this many objects, since some objects refer to large parts of the
+# program.
 MOST_OBJECTS = 5_000
 # Objects of these types are not searched.
 _LEAF_TYPES = (
@@ -31,7 +32,7 @@ _LEAF_TYPES = (
     torch.Tensor,
     nn.Module,
 )
-# The items of these containers count as attributes of the object that holds the container.
+# The items of these containers count as attributes of the object that refers to the container.
 _CONTAINER_TYPES = (list, tuple, set, frozenset, deque, Mapping)
 
 
@@ -46,7 +47,7 @@ def levels_inside(
 
     Args:
         root: The object where the search starts. It is never yielded.
-        is_wanted: Function that returns whether to yield an object.
+        is_wanted: Returns whether to yield an object.
         most_levels: The maximum distance from the root, in attributes.
 
     Yields:
@@ -72,7 +73,7 @@ def levels_inside(
 
 
 def _values_of(holder: Any) -> Iterator[Any]:
-    """Yield the objects that an object refers to directly, or through containers only."""
+    """Yield the objects that an object refers to directly or through containers."""
     waiting = deque(_attributes_of(holder))
     visited_containers = set[int]()
     while waiting:
@@ -92,7 +93,11 @@ def _values_of(holder: Any) -> Iterator[Any]:
 
 
 def _attributes_of(holder: Any) -> list[Any]:
-    """Return the values of an object's attributes, or the contents of a function or reference."""
+    """Return the values of an object's attributes.
+
+    For functions, methods, partial objects and weak references, these are the objects that they
+    wrap or refer to.
+    """
     if isinstance(holder, functools.partial):
         return [holder.func, holder.args, holder.keywords]
     if isinstance(holder, types.MethodType):
@@ -121,7 +126,7 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def contents_of_closure(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's free variables that have been assigned."""
+    """Return the values of a function's free variables, leaving out unassigned ones."""
     contents = []
     for cell in function.__closure__ or ():
         try:

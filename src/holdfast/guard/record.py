@@ -1,11 +1,11 @@
 """Record the events of a run, and log those that users should see.
 
 Events may come from any thread. A process forked from the recording process must not write, because
-both would number their records independently. Also, if another thread holds a lock at the time of
-the fork, the child can never acquire it.
+both would number their records independently. Also, a lock that another thread held at the time of
+the fork could never be acquired in the child.
 
 The last event of a recording shows how the run ended, as far as its own process can know:
-``left_by_exception`` or ``closed``. If neither is there, the process was killed.
+``left_by_exception`` or ``closed``. If the recording ends with neither, the process was killed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from holdfast.recorder.scalars import Scalars
 from holdfast.recorder.start import START_FILE, facts_of_start
 
 _log = logging.getLogger("holdfast")
-# The event of an error includes up to this many of the innermost frames that called the guard. They
-# show where the user's loop was.
+# The event for an error includes at most this many of the innermost frames that called the guard.
+# They show where in the user's loop the error was raised.
 _MOST_CALLERS = 8
 # Events describe an error in one line of at most this many characters.
 _MOST_CHARACTERS_OF_ERROR = 500
 
-# Events that users should see in the log. They are identical on all ranks, so only rank 0 logs
-# them.
+# Events that users should see and that are identical on all ranks, so only rank 0 logs them.
 _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
     {
         SkipStep,
@@ -125,20 +124,20 @@ class RunRecord:
         self._box: BlackBox | None = None
         # Reentrant, because a signal handler may record an event while another is being recorded.
         self._lock = threading.RLock()
-        # The PID of the process that records.
+        # The PID of the recording process. Forked children have another PID.
         self._process = 0
         # The type and message of the last recorded error. None if a step has been recorded since.
         self._left_by: tuple[str, str] | None = None
-        # How the run ended, according to the last event.
+        # How the run ended, as stated by the last event. "failed" until the recording is closed.
         self.ended: End = "failed"
         self.scalars = Scalars(lambda: directory, self.emit)
         self._global_step = 0
 
-    # --- the step of the run
+    # --- the global step
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps that went into the weights."""
+        """Return the number of optimizer steps that the current weights include."""
         return self._global_step
 
     def count_step(self) -> None:
@@ -146,14 +145,14 @@ class RunRecord:
         self._global_step += 1
 
     def move_to_step(self, global_step: int) -> None:
-        """Continue at the step of a state that was restored."""
+        """Set the global step to that of a restored state."""
         self._global_step = global_step
 
     # --- opening and closing
 
     @property
     def is_open(self) -> bool:
-        """Return whether events are recorded. If not, they are only logged."""
+        """Return whether the recording is open. While it is closed, events are only logged."""
         return self._box is not None
 
     def open(self) -> None:
@@ -161,7 +160,7 @@ class RunRecord:
 
         Raises:
             RunDirectoryError: H302 if the recording cannot be created.
-            OSError: If there is not enough memory to map it.
+            OSError: If there is not enough memory to map the recording.
         """
         try:
             self._box = BlackBox(self._directory)
@@ -204,7 +203,14 @@ class RunRecord:
         self.scalars.close()
 
     def _record_end(self, how: End | None) -> End:
-        """Record how the run ended, unless an error was recorded as its end, and return how."""
+        """Record how the run ended, unless a recorded error already states it.
+
+        Args:
+            how: See `close`.
+
+        Returns:
+            How the run ended.
+        """
         error = sys.exception()
         if how is None and error is not None:
             self.left_by(error)
@@ -222,7 +228,7 @@ class RunRecord:
     def left_by(self, error: BaseException | type[BaseException]) -> None:
         """Record an error that ends the run.
 
-        If an error passes through several calls of this method, it is recorded only once.
+        An error that is passed to this method several times in a row is recorded only once.
 
         Args:
             error: The error, or only its type if the error itself is not available.
@@ -240,7 +246,7 @@ class RunRecord:
             self.emit(run_events.LeftByException(exception=error.__name__))
 
     def _record_error(self, error: BaseException) -> None:
-        """Record an error with its frames, unless the same error was recorded last."""
+        """Record an error with its frames, unless it equals the error that was recorded last."""
         facts = describe_exception(error, error.__traceback__)
         type_and_message = (facts["type"], facts["message"])
         if type_and_message == self._left_by:
@@ -266,8 +272,8 @@ class RunRecord:
 
         Args:
             data: The event.
-            global_step: The step that the event belongs to. Defaults to the current step. An event
-                about a checkpoint written in the background belongs to an earlier step.
+            global_step: The step that the event refers to. Defaults to the current step. An event
+                about a checkpoint written in the background refers to an earlier step.
         """
         event = Event(
             kind=data.kind,
@@ -305,7 +311,7 @@ class RunRecord:
                 unknown.
             loss: The loss, or None if it was not read.
             norm: The gradient norm, or None if it was not read.
-            seconds: The duration that belongs to the mark.
+            seconds: The duration to record with the mark.
             optimizer: The name of the optimizer that was stepped, if there was only one.
         """
         assert self._box is not None
@@ -315,7 +321,7 @@ class RunRecord:
         self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds, number)
 
     def events(self) -> list[Event]:
-        """Return all events recorded in this run directory, oldest first."""
+        """Return all events in this rank's recording, oldest first."""
         return read_events(self._directory)
 
 
@@ -325,7 +331,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def _callers() -> list[list[Any]]:
-    """Return the file, line and function of the frames that called this module, innermost last."""
+    """Return the file, line and function of each frame that called this module, innermost last.
+
+    At most `_MOST_CALLERS` frames are returned.
+    """
     frame: FrameType | None = sys._getframe()
     callers: list[list[Any]] = []
     while frame is not None and len(callers) < _MOST_CALLERS:
@@ -333,4 +342,5 @@ def _callers() -> list[list[Any]]:
         if code.co_filename != __file__:
             callers.append([printable(code.co_filename), frame.f_lineno, printable(code.co_name)])
         frame = frame.f_back
+    # The frames were collected from the innermost to the outermost.
     return callers[::-1]

@@ -20,11 +20,11 @@ class PassResult(NamedTuple):
     # The mean loss over the items, shape ``()``, detached. For a loss with several terms, the sum
     # of their means.
     loss: torch.Tensor
-    # The number of items in the mean. For a loss with several terms, that of the first term.
+    # The number of items in the mean, or in the first term's mean if the loss has several terms.
     items: float | torch.Tensor
-    # ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
+    # The positions ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
-    # Whether the number of items must be a whole number.
+    # Whether the number of items is a count and must therefore be a whole number.
     counted: bool = False
     # Values that the loss function returned in addition to the loss.
     extra: Mapping[str, Any] | None = None
@@ -39,17 +39,16 @@ class StepResult:
             device. Reading it with ``float(...)`` synchronizes with the device.
         items: The number of items in the mean. This is the number that the loss function returned,
             or the number of samples if it returned none.
-        grad_norm: The L2 norm of each parameter group's gradients before clipping, under names such
-            as ``"optimizer.0"``. Empty if the step was skipped before gradients were measured.
+        grad_norm: The L2 norm of each parameter group's gradients before clipping, keyed by names
+            such as ``"optimizer.0"``. Empty if the step was skipped before the norms were computed.
         micro_batch_size: The largest number of samples in one forward and backward pass. None if
             the batch has no batch dimension.
         attempts: The number of attempts at the step, including the successful one.
         skipped: True if the weights do not include this batch, because they are unchanged or the
-            run has rolled back. `reason` states which.
+            run has rolled back. `reason` states which of the two happened.
         reason: Why the step was skipped and how the guard reacted. None if it was not skipped.
-        dropped_samples: The positions in the batch of samples that were left out of the step,
-            because they caused NaN or Inf (``Policy.drop_nonfinite_samples``) or their micro-batch
-            did.
+        dropped_samples: The positions in the batch of the samples that were left out of the step,
+            because they (``Policy.drop_nonfinite_samples``) or their micro-batch caused NaN or Inf.
         extra: The ``extra`` argument of `Loss`, detached. If the batch was split, tensors with a
             row for each sample are concatenated, numbers are averaged over the samples, and all
             other values are collected in lists.
@@ -68,7 +67,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class StepAttempt:
-    """A completed attempt at a step that has not been committed yet."""
+    """The result of an attempt whose backward pass is complete, before the step is committed."""
 
     # The mean loss over the items, shape ``()``, detached.
     loss: torch.Tensor
@@ -79,24 +78,25 @@ class StepAttempt:
     # The parameter groups, each reduced to the parameters that have gradients.
     groups: list[Group]
     facts: GradientFacts
-    # The norm of each gradient.
+    # The norm of each gradient, in the order of the parameters in `groups`.
     norms: torch.Tensor
-    # ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
+    # The positions ``(start, end)`` of the samples in each micro-batch whose loss was NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
     extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The origin of NaN or Inf, as far as a replay of the step could determine it."""
+    """The origin of NaN or Inf in a step, as far as a replay of the step could determine it."""
 
-    # The operation, parameter or input where it first appeared. None if unknown.
+    # The operation, parameter or input where NaN or Inf first appeared. None if unknown.
     origin: Origin | None = None
-    # Positions in the batch of the samples that cause it. Without them, the step is finite.
+    # The positions in the batch of the samples that cause NaN or Inf. The step is finite without
+    # these samples.
     samples: tuple[int, ...] = ()
     # Why the origin is unknown. Empty if it is known.
     problem: str = ""
-    # The rank or ranks where it appeared. Empty with a single process.
+    # The rank or ranks where NaN or Inf appeared. Empty with a single process.
     where: str = ""
 
 
@@ -113,21 +113,21 @@ class Outcome:
     size: int | None
     # False if the step was undone completely.
     committed: bool
-    # Names of some of the parameters with non-finite gradients.
+    # The names of some parameters with non-finite gradients.
     culprits: list[str] = field(default_factory=list)
     # The number of parameters with non-finite gradients.
     culprit_count: int = 0
     # The new loss scale, if an fp16 step was skipped although its loss was finite.
     loss_scale: float | None = None
-    # Why the step was not committed although its values were finite.
+    # Why the step was not committed although its values were finite. None otherwise.
     decision: Decision | None = None
-    # The origin of non-finite values.
+    # The origin of non-finite values. None if it was not searched for.
     provenance: Provenance | None = None
-    # Positions in the batch of the samples that were left out of the committed step.
+    # The positions in the batch of the samples that were left out of the committed step.
     dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
-        """Return the result to hand to the caller of ``guard.step``.
+        """Return the `StepResult` that ``guard.step`` returns to its caller.
 
         Args:
             reason: Why the step was skipped, or None if it was committed.
@@ -182,7 +182,7 @@ class Counters:
     epochs_validated: int = 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the totals in a checkpoint. Counters that it lacks start at 0."""
+        """Restore the totals from a checkpoint. Counters missing from it are reset to 0."""
         restored = Counters(**{name: check_count(value) for name, value in saved.items()})
         for counter in fields(self):
             setattr(self, counter.name, getattr(restored, counter.name))
@@ -196,7 +196,7 @@ class Counters:
         self.skipped_steps += 1
 
     def note_spike(self) -> None:
-        """Count a step that was refused because its loss or gradient norm stood out."""
+        """Count a step that was refused because its loss or gradient norm was unusually large."""
         self.spikes_in_a_row += 1
 
     def note_nonfinite(self) -> None:
@@ -208,17 +208,21 @@ class Counters:
         self.resumes += 1
 
     def note_validation(self, epochs: int) -> None:
-        """Note how many epochs were complete when a metric was reported."""
+        """Store how many epochs were complete when a metric was reported."""
         self.epochs_validated = epochs
 
     def end_rows(self) -> None:
-        """Start all rows of failures again from 0."""
+        """Reset all counts of consecutive failures to 0."""
         self.nonfinite_in_a_row = 0
         self.spikes_in_a_row = 0
         self.rollbacks_in_a_row = 0
 
     def note_good_step(self, global_step: int) -> None:
-        """Count a committed step, and reset the counts of failures in a row."""
+        """Count a committed step, and reset the counts of consecutive failures.
+
+        Args:
+            global_step: The global step that includes the committed step.
+        """
         self.steps += 1
         self.nonfinite_in_a_row = 0
         self.spikes_in_a_row = 0
@@ -228,12 +232,12 @@ class Counters:
     def note_rollback(self, from_step: int, beyond: int) -> None:
         """Count a rollback.
 
-        Repeating the steps before the failed one does not end a series of rollbacks, because those
-        steps were good the first time too.
+        Repeating the steps before the failed one does not end a series of consecutive rollbacks,
+        because those steps succeeded the first time too.
 
         Args:
-            from_step: The step that failed.
-            beyond: The series ends once the run is this many steps past the failed step.
+            from_step: The global step at which the run failed.
+            beyond: The number of steps past `from_step` after which the series ends.
         """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
@@ -251,10 +255,11 @@ class Statistics:
         epoch: The number of completed epochs.
         steps: The number of steps committed over all restarts, including those that were later
             rolled back.
-        skipped_steps: The number of steps skipped because of NaN or Inf.
+        skipped_steps: The number of steps that were refused because of NaN or Inf, or because the
+            loss or gradient norm was unusually large.
         out_of_memory: The number of attempts that ran out of memory.
         rollbacks: The number of rollbacks.
-        resumes: How often a new process has resumed the run from a checkpoint.
+        resumes: The number of times that a new process has resumed the run from a checkpoint.
         checkpoints_saved: The number of checkpoints saved by this process.
         checkpoints_failed: The number of failed saves in this process.
         micro_batch_size: The largest number of samples in one forward and backward pass of the next

@@ -1,11 +1,11 @@
-"""Recognize how a learning-rate scheduler, from any library, must be advanced.
+"""Determine how a learning-rate scheduler from any library must be advanced.
 
 `interface_of` recognizes schedulers by their methods and argument names:
 
-    step()                               after each step of its optimizer, or after each epoch
-    step(metric)                         in ``guard.validated``, as for ReduceLROnPlateau
-    step_update(number) and step(epoch)  after each step and after each epoch, as in timm's training
-                                         script
+    step()                               called after each step of its optimizer or each epoch
+    step(metric)                         called in ``guard.validated``, as for ReduceLROnPlateau
+    step_update(number) and step(epoch)  called after each step and after each epoch, respectively,
+                                         as in timm's training script
 
 This module does not advance schedulers; see ``schedules``.
 """
@@ -24,13 +24,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from holdfast.guard.reachable import contents_of_closure, levels_inside
 
 # A scheduler inside another is searched for at most this many attributes deep. Objects further away
-# may belong to a trainer.
+# may belong to other code, such as a trainer.
 MOST_LEVELS = 2
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# If the argument name of ``step`` contains one of these words, the scheduler needs a metric.
+# If the name of the argument of ``step`` contains one of these words, the argument is a metric.
 _METRIC_WORDS = (
     "metric",
     "loss",
@@ -85,14 +85,14 @@ def _takes_single_numbers(scheduler: Any) -> bool:
 
 
 def _is_metric(argument: inspect.Parameter, scheduler: Any) -> bool:
-    """Return whether the argument of ``step`` is a metric rather than, for example, an epoch."""
+    """Return whether the argument of ``step`` is a metric and not, for example, an epoch."""
     if argument.kind not in _POSITIONAL:
         return False
     return _has_mode(scheduler) or _names_a_metric(argument.name)
 
 
 def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
-    """Return whether ``step`` needs a metric even though its signature makes it optional."""
+    """Return whether ``step`` needs a metric although its signature makes the metric optional."""
     if not _has_mode(scheduler):
         return False
     positional = [
@@ -123,7 +123,7 @@ def is_torch_scheduler(value: Any) -> bool:
 
 
 def plateau_inside(scheduler: Any) -> Any | None:
-    """Return the nearest scheduler inside this one that needs a metric, or None."""
+    """Return the nearest scheduler inside another that needs a metric, or None if there is none."""
     visited = {id(scheduler)}
     waiting = [scheduler]
     while waiting:
@@ -140,7 +140,8 @@ def plateau_inside(scheduler: Any) -> Any | None:
 def counts_epochs(scheduler: Any) -> bool:
     """Return whether a scheduler with timm's interface, or one inside it, counts epochs.
 
-    timm's schedulers have an attribute ``t_in_epochs`` for this. Without it, the answer is True.
+    timm's schedulers state this in their attribute ``t_in_epochs``. Without the attribute, return
+    True.
     """
     if hasattr(scheduler, "t_in_epochs"):
         return bool(scheduler.t_in_epochs)
@@ -168,10 +169,16 @@ def takes_epoch_and_metric(scheduler: Any) -> bool:
 
 
 def call_with_number(function: Callable[..., Any], name: str, number: int) -> None:
-    """Call a function with a number, whatever its parameter is called.
+    """Call a function with a number, whatever the name of its parameter is.
 
-    The number is passed by keyword if a parameter has the given name, and otherwise as the first
-    argument. A function without parameters is called without the number.
+    The number is passed by keyword if a parameter has the given name or if the function takes no
+    positional arguments, and otherwise as the first argument. A function without parameters is
+    called without the number.
+
+    Args:
+        function: The function to call.
+        name: The usual name of the parameter.
+        number: The number to pass.
     """
     parameters = parameters_of(function)
     takes_position = any(
@@ -198,9 +205,9 @@ def _required_arguments(function: Callable[..., Any]) -> list[inspect.Parameter]
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a function, or an empty list if it has no signature.
 
-    Some functions in C extensions have none. A decorator that does not use `functools.wraps` hides
-    the signature behind ``*args`` and ``**kwargs``. In that case, the parameters are those of the
-    decorated function, which is found in the closure.
+    Some functions in C extensions have no signature. A decorator that does not use
+    `functools.wraps` hides the signature behind ``*args`` and ``**kwargs``. In that case, the
+    parameters are those of the decorated function, which is found in the decorator's closure.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -220,9 +227,9 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _decorated_by(wrapper: Any) -> FunctionType | MethodType | None:
-    """Return the function that a decorator has wrapped, or None if this is ambiguous.
+    """Return the function that a decorator has wrapped, or None if it cannot be identified.
 
-    It is the only function in the wrapper's closure.
+    The function is identified if it is the only function in the wrapper's closure.
     """
     if not isinstance(wrapper, FunctionType):
         return None

@@ -4,7 +4,7 @@ The ``state_dict`` of timm's PlateauLRScheduler lacks the numbers of bad epochs 
 epochs, so a resumed run would count them from 0. If a scheduler with timm's interface contains a
 plateau scheduler, we therefore also save the plateau's own state and the plain attributes of both.
 
-`Schedules.state_dict` saves the number of steps that each scheduler has counted.
+The number of steps that each scheduler has counted is saved by `Schedules.state_dict`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def state_of(scheduler: Any) -> Any:
-    """Return a scheduler's state for a checkpoint."""
+    """Return a scheduler's state for a checkpoint, to be loaded with `load_state`."""
     plateau = _plateau_inside_timm(scheduler)
     if plateau is None:
         return scheduler.state_dict()
@@ -56,7 +56,7 @@ def _timm_schedulers_in(scheduler: Any) -> list[Any]:
 
 
 def _plain_attributes(scheduler: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, strings, None, or lists of these."""
+    """Return a scheduler's attributes that are numbers, strings, None, or lists of these."""
     return {name: value for name, value in vars(scheduler).items() if _is_plain(value)}
 
 

@@ -1,6 +1,6 @@
 """Advance learning-rate schedulers after committed steps and completed epochs.
 
-When the guard is created, ``scheduler_interface`` recognizes how each scheduler is advanced. A
+When the guard is created, ``scheduler_interface`` determines how each scheduler is advanced. A
 scheduler that the guard cannot advance correctly is refused with H105. With
 ``scheduler_interval=None``, the caller advances all schedulers except those that need a metric.
 """
@@ -30,18 +30,25 @@ from holdfast.learning.learning_rate import rate_of
 
 
 class Schedule:
-    """A scheduler with its interface and the name of the optimizer whose steps it counts."""
+    """A scheduler with its interface and the optimizer whose steps it counts.
+
+    Args:
+        name: The scheduler's name in the guard.
+        scheduler: The scheduler.
+        interface: How the scheduler is advanced.
+        optimizer: The name of the optimizer, or an empty string if it is unknown.
+    """
 
     def __init__(self, name: str, scheduler: Any, interface: Interface, optimizer: str) -> None:
         self.name = name
         self.scheduler = scheduler
         self.interface = interface
         self.optimizer = optimizer
-        # The number of steps of the optimizer over all attempts of the run. It is passed to
+        # The number of the optimizer's steps over all attempts of the run, which is passed to
         # ``step_update``.
         self.updates = 0
-        # The scheduler that takes the metric: this one, or the ReduceLROnPlateau inside timm's
-        # PlateauLRScheduler.
+        # The scheduler that takes the metric: `scheduler`, or the ReduceLROnPlateau inside timm's
+        # PlateauLRScheduler. None if no metric is needed.
         self._plateau = scheduler if interface is Interface.METRIC else None
         if interface is Interface.TIMM:
             self._plateau = plateau_inside(scheduler)
@@ -71,10 +78,10 @@ class Schedule:
             call_with_number(self.scheduler.step, "epoch", epochs)
 
     def validated(self, metric: float, mode: str, epochs: int) -> bool:
-        """Pass a metric to the scheduler if it needs one, and needs it in this mode.
+        """Pass a metric to the scheduler if it needs a metric with this mode.
 
         Args:
-            metric: The value, which must be finite.
+            metric: The value of the metric, which must be finite.
             mode: ``"min"`` if lower values are better, otherwise ``"max"``.
             epochs: The number of epochs completed so far.
 
@@ -96,14 +103,14 @@ class Schedule:
 
 
 class Schedules:
-    """The schedulers of a run. Steps, epochs and validations advance them.
+    """Advances the schedulers of a run after steps, epochs and validations.
 
     Args:
         schedulers: The schedulers by name. A scheduler may have the name of its optimizer.
         optimizers: The guard's optimizers by name.
         interval: The value of ``Policy.scheduler_interval``: ``"step"``, ``"epoch"``, or None if
             the caller advances the schedulers.
-        has_epochs: Whether the guard iterates a loader, and can tell where an epoch ends.
+        has_epochs: Whether the guard iterates a loader and can thus tell where an epoch ends.
 
     Raises:
         PolicyError: H105 for a scheduler that the guard cannot advance.
@@ -118,7 +125,7 @@ class Schedules:
         has_epochs: bool,
     ) -> None:
         self._interval = interval
-        # Whether any metric was reported, regardless of its mode and value.
+        # Whether any metric has been reported, regardless of its mode and value.
         self._has_metric = False
         self._schedules: list[Schedule] = []
         if interval is None:
@@ -165,7 +172,14 @@ class Schedules:
                 schedule.after_epoch(epochs)
 
     def validated(self, metric: SupportsFloat, mode: str, epochs: int) -> list[str]:
-        """Pass a finite metric to the schedulers that need one in this mode.
+        """Pass a metric to the schedulers that need a metric with this mode.
+
+        NaN and Inf are not passed on.
+
+        Args:
+            metric: The value of the metric.
+            mode: ``"min"`` if lower values are better, otherwise ``"max"``.
+            epochs: The number of epochs completed so far.
 
         Returns:
             The names of the schedulers that have changed a learning rate.
@@ -181,16 +195,16 @@ class Schedules:
     def without_metric(self) -> list[str]:
         """Return the names of the schedulers that need a metric but have never received one.
 
-        Empty once a metric was reported, even one that no scheduler uses.
+        The list is empty once any metric has been reported, even one that no scheduler uses.
         """
         if self._has_metric:
             return []
         return [schedule.name for schedule in self._schedules if schedule.lacks_metric]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps that each scheduler has counted, by name.
+        """Return the number of steps that each scheduler has counted, keyed by its name.
 
-        ``scheduler_state.state_of`` returns the state of the schedulers themselves.
+        ``scheduler_state.state_of`` returns the state of a scheduler itself.
         """
         return {schedule.name: schedule.updates for schedule in self._schedules}
 
@@ -261,8 +275,8 @@ def _optimizer_of(
 ) -> str:
     """Return the name of the optimizer that a scheduler drives.
 
-    This is the nearest optimizer that can be reached through the scheduler's attributes. If there
-    is none, or if several are equally near, it is the optimizer with the same name as the
+    This is the nearest optimizer that can be reached through the scheduler's attributes. If none
+    can be reached, or if several are equally near, it is the optimizer with the same name as the
     scheduler, or the guard's only optimizer.
 
     Args:
@@ -277,7 +291,7 @@ def _optimizer_of(
 
     Raises:
         PolicyError: H105 if the scheduler drives an optimizer that was not passed to the guard, or
-            may drive several.
+            if `counts_steps` is True and the optimizer cannot be identified.
     """
     nearest = _nearest_optimizers(scheduler, optimizers)
     if name in nearest:
@@ -309,7 +323,7 @@ def _optimizer_of(
 def _nearest_optimizers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Return the names of the guard's optimizers that are nearest to a scheduler.
 
-    The distance is the number of attributes on the way from the scheduler to the optimizer.
+    The distance is the number of attributes on the path from the scheduler to the optimizer.
     """
     for level in levels_inside(scheduler, looks_like_an_optimizer):
         ids_in_level = set[int]().union(*map(identities, level))
@@ -340,7 +354,7 @@ def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
 def _refused(problem: str, limit: str, fix: str) -> PolicyError:
     """Return an H105 error for a scheduler.
 
-    The error's fix is `fix`, followed by one that works for any scheduler.
+    The text of the fix is `fix`, followed by an alternative that works for any scheduler.
     """
     return PolicyError(
         problem,

@@ -1,18 +1,18 @@
 """How the training process handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C.
 
-`Policy.stop_signals` determines which signals stop a run. A method call can request a stop too.
-`StopRequest` holds the request and the signal handler:
+`Policy.stop_signals` determines which signals stop a run. The script can also request a stop by
+calling `Guard.request_stop`. `StopRequest` holds the request and the signal handler:
 
-1. **The first signal** is noted and announced on stderr, and the script's own handler is called,
-   if there is one. The handler does not save or contact other ranks. At its next boundary, the
+1. **The first signal** is stored and announced on stderr, and the script's own handler is called,
+   if there is one. Our handler neither saves nor contacts other ranks. At its next boundary, the
    loop reads `StopRequest.reason`, saves a checkpoint and ends (``run/loop.py``). `Interrupted` is
-   raised only in code that may take long and changes no state: waiting for data, and evaluations.
-2. **Signals within the next 0.1 s** belong to the same request and are ignored.
-3. **A later signal** kills the process immediately, or goes to the script's own handler. To prepare
-   for it, our handler is replaced, normally by the kernel's default action, which works even if the
-   interpreter hangs.
+   raised only in code that may take long but changes no state: waiting for data, and evaluations.
+2. **Signals within the next 0.1 s** count as the same request and are ignored.
+3. **A later signal** kills the process immediately, or goes to the script's own handler. For this
+   purpose, our handler is replaced after the first signal, normally by the kernel's default action,
+   which works even if the interpreter hangs.
 4. **In a forked child**, such as a loader worker, the first signal is ignored, since it was meant
-   for the parent. Only SIGTERM ends the child.
+   for the parent. Only SIGTERM ends the child immediately.
 5. **After `StopRequest.uninstall`**, the previous handlers are in place again.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
@@ -47,7 +47,8 @@ _ONE_REQUEST_SECONDS = 0.1
 # starts it with these signals ignored. The guard leaves them ignored.
 _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 
-# These two signals are the usual way to stop training, so our handler replaces even handlers in C.
+# These two signals are the usual way to stop training, so our handler replaces even a handler that
+# native code has installed.
 _TAKEN_FROM_NATIVE_CODE = frozenset({signal.SIGTERM, signal.SIGINT})
 
 _STDERR_DESCRIPTOR = 2
@@ -78,22 +79,24 @@ class StopRequest:
         self.rank: int | None = None
         # Whether a loop has ended because of the request.
         self._honored = False
-        # Signals that keep a handler in C, such as the one that ``faulthandler.register`` installs.
+        # The names of signals that keep a handler installed by native code, such as
+        # ``faulthandler.register``.
         self.left_alone: list[str] = []
 
         self._numbers = tuple(signal.Signals[name] for name in names)
-        # The handlers that were installed before ours, by signal.
+        # The handlers that were installed before ours, keyed by signal.
         self._previous: dict[int, Any] = {}
         self._installed = False
         # True while a signal may raise `Interrupted`.
         self._interruptible = False
-        # When a signal arrives, this function decides whether the running code may be interrupted.
-        # With None, it always may.
+        # Decides, when a signal arrives, whether the running code may be interrupted. If None, the
+        # code may always be interrupted.
         self._may_interrupt: Callable[[], bool] | None = None
         # True for a moment after the first signal. Signals during that time belong to the same
         # request.
         self._settling = False
-        # Forked children inherit the handlers, but must not act on them.
+        # The PID of the process that installs the handlers. Forked children inherit the handlers
+        # but must not stop the run.
         self._process = os.getpid()
 
     # --- the request
@@ -116,7 +119,7 @@ class StopRequest:
         return self._honored
 
     def request(self, reason: str) -> None:
-        """Ask the run to stop. If it was asked before, the first reason is kept."""
+        """Ask the run to stop. If it has already been asked, the first reason is kept."""
         self.reason = self.reason or reason
 
     def honor(self) -> None:
@@ -124,11 +127,10 @@ class StopRequest:
         self._honored = True
 
     def reset(self, *, raised: bool = False) -> None:
-        """Clear a request that has ended a loop, when another loop begins.
+        """Clear a request that has ended the previous loop, when another loop begins.
 
-        A signal stops the whole script, so its request also ends any later loop. The request is
-        cleared only if the script has caught the exception raised by the stop, and then begins
-        another loop.
+        A signal stops the whole script, so it also ends any later loop. Therefore, a request made
+        by a signal is cleared only if the script has caught the exception that the stop raised.
 
         Args:
             raised: Whether the request has caused an exception to be raised.
@@ -152,10 +154,10 @@ class StopRequest:
 
     @contextmanager
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
-        """Let a signal raise `Interrupted` in the body, if `allowed` returns True at that time.
+        """Let a signal raise `Interrupted` in the body if `allowed` returns True when it arrives.
 
-        Otherwise, the loop honors the request at its next boundary. A request that has already
-        ended a loop does not interrupt the code after that loop.
+        If `allowed` returns False, the loop honors the request at its next boundary. A request that
+        has already ended a loop does not interrupt the code after that loop.
         """
         has_ended_a_loop = self.by_signal and self._honored
         if has_ended_a_loop or (self.by_signal and not allowed()):
@@ -173,9 +175,9 @@ class StopRequest:
     def install(self) -> None:
         """Install the signal handlers.
 
-        Does nothing outside the main thread, where Python does not allow it. Does nothing after a
-        stop signal either, since the next signal must kill the process. May be called repeatedly,
-        because a notebook resets SIGINT after each cell.
+        This does nothing outside the main thread, since Python allows setting handlers only in the
+        main thread. It does nothing after a stop signal either, since the next signal must kill the
+        process. It must be called repeatedly, because a notebook resets SIGINT after each cell.
         """
         if self.by_signal or threading.current_thread() is not threading.main_thread():
             return
@@ -212,7 +214,7 @@ class StopRequest:
                 signal.signal(number, _active_handler(number, previous))
 
     def _has_installed(self, number: int, handler: Any) -> bool:
-        """Return whether this is our handler, or the one that we install for a second signal."""
+        """Return whether `handler` is ours, or the one that we install for a second signal."""
         if handler == self._on_signal:
             return True
         return self.by_signal and handler == self._handler_of_second_signal(number)
@@ -220,7 +222,7 @@ class StopRequest:
     # --- in the handler
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. The module's docstring explains the cases."""
+        """Handle a signal according to the cases in the module's docstring."""
         if os.getpid() != self._process:
             _on_signal_in_a_fork(number)
         elif self._settling:
@@ -228,13 +230,13 @@ class StopRequest:
         elif not self._installed:
             self._forward(number, frame)
         elif any(request.by_signal for request in self._with_outer_requests(number)):
-            # A handler that replaced ours has forwarded the second signal to us.
+            # A handler that was installed over ours has forwarded the second signal to us.
             _raise_again(number, self._handler_of_second_signal(number))
         else:
             self._note_request(signal.Signals(number), frame)
 
     def _note_request(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Store the request, announce it on stderr, and let the next signal kill the process."""
+        """Store the request, announce it on stderr, and prepare for a second signal."""
         requests = self._with_outer_requests(number)
         for request in requests:
             request._settling = True
@@ -260,7 +262,7 @@ class StopRequest:
             _interrupt_one_of(requests)
 
     def _with_outer_requests(self, number: int) -> list[StopRequest]:
-        """Return this request and those of enclosing guards that handle the same signal."""
+        """Return this request and those of other open guards whose handlers ours has replaced."""
         requests = [self]
         outer = _guard_of(_active_handler(number, self._previous.get(number)))
         if outer is not None:
@@ -276,9 +278,9 @@ class StopRequest:
     def _handler_of_second_signal(self, number: int) -> Any:
         """Return the script's own handler, or SIG_DFL, which kills the process.
 
-        SIG_DFL is also used instead of Python's handler that raises KeyboardInterrupt, which would
-        have to wait for the interpreter. And it is used instead of SIG_IGN, since a parent may have
-        ignored the signal only to survive it itself, as a shell does with ``trap '' USR1``.
+        SIG_DFL also replaces Python's handler that raises KeyboardInterrupt, which would have to
+        wait for the interpreter. It replaces SIG_IGN too, since the parent process may have ignored
+        the signal only to survive it itself, as a shell does with ``trap '' USR1``.
         """
         previous = self._previous.get(number)
         outer_guard = _guard_of(previous)
@@ -294,14 +296,15 @@ class StopRequest:
         if signal.getsignal(number) == self._on_signal:
             _raise_again(number, previous)
         elif callable(previous):
-            # A handler that was installed later has called ours.
+            # A handler that was installed over ours has called ours.
             previous(number, frame)
 
 
 def _wait_for_signals_of_the_same_request() -> None:
     """Sleep for `_ONE_REQUEST_SECONDS`, during which `StopRequest._on_signal` ignores signals.
 
-    If another signal's handler raises during the sleep, its exception is raised afterwards.
+    If the handler of another signal raises an exception during the sleep, the sleep is completed
+    first, and then the exception is raised.
     """
     raised: BaseException | None = None
     deadline = time.monotonic() + _ONE_REQUEST_SECONDS
@@ -350,7 +353,7 @@ def _guard_of(handler: Any) -> StopRequest | None:
 def _active_handler(number: int, handler: Any) -> Any:
     """Return a handler or, if it belongs to a closed guard, the handler that it had replaced.
 
-    A handler that was inherited from a guard in the parent process counts as SIG_DFL.
+    SIG_DFL is returned for a handler that was inherited from a guard in the parent process.
     """
     guard = _guard_of(handler)
     while guard is not None:
@@ -374,9 +377,9 @@ def _raise_again(number: int, handler: Any) -> None:
 def _on_signal_in_a_fork(number: int) -> None:
     """Handle a signal in a forked child: SIGTERM kills it, and the first other signal is ignored.
 
-    A terminal, a scheduler or Slurm's ``--signal`` sends a signal to all processes, although it is
+    A terminal, a scheduler or Slurm's ``--signal`` sends a signal to all processes although it is
     meant for the parent, which could not finish its step if its workers died. SIGTERM kills the
-    child, since parents use it to terminate their children.
+    child, since a parent uses it to terminate its children.
     """
     if number == signal.SIGTERM:
         _raise_again(number, signal.SIG_DFL)
@@ -387,8 +390,8 @@ def _on_signal_in_a_fork(number: int) -> None:
 def _is_handled_in_c(number: int, handler: Any) -> bool:
     """Return whether native code, which Python does not know about, handles a signal.
 
-    ``faulthandler.register`` installs such a handler. The line ``SigCgt`` of ``/proc/self/status``
-    is a mask of the signals that the process handles.
+    ``faulthandler.register`` installs such a handler. The line ``SigCgt`` in ``/proc/self/status``
+    is a hexadecimal bit mask of the signals that the process handles.
     """
     if handler is None:
         return True
@@ -398,6 +401,7 @@ def _is_handled_in_c(number: int, handler: Any) -> bool:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
                 handled_signals = int(line.split()[1], 16)
+                # Signal numbers start at 1, but the bits of the mask start at 0.
                 return bool(handled_signals >> (number - 1) & 1)
     return False
 

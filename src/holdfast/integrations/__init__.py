@@ -1,7 +1,7 @@
 """Guarded training inside popular training frameworks.
 
-The framework keeps its own loop, and a guard runs each of its optimizer steps as a transaction: the
-step survives out-of-memory errors, and is skipped if it contains NaN or Inf.
+The framework keeps its own loop, and a guard runs each of the framework's optimizer steps as a
+transaction: the step survives out-of-memory errors, and is skipped if it yields NaN or Inf.
 
 - ``transformers``: `HoldfastTrainer`, or `HoldfastMixin` for any other Trainer class.
 - ``lightning``: `HoldfastStrategy` and `HoldfastDDPStrategy`.

@@ -8,8 +8,8 @@
     for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
-Accelerate provides the device, the precision and the loaders, and holdfast runs the steps.
-Differences from plain Accelerate:
+Accelerate provides the device, the precision and the loaders, and holdfast runs the steps. These
+are the differences from plain Accelerate:
 
 - ``guard.step`` replaces ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
   ``optimizer.step``, ``scheduler.step`` and ``zero_grad``.
@@ -60,7 +60,7 @@ def accelerate_guard(
     policy: Any = None,
     **overrides: Any,
 ) -> AcceleratedGuard:
-    """Return a guard for objects that an accelerator has prepared. Unprepared ones work too.
+    """Return a guard for objects that an accelerator has prepared. Unprepared objects work too.
 
     Args:
         accelerator: The accelerator, which determines the device, the precision and
@@ -70,9 +70,9 @@ def accelerate_guard(
         loader: A prepared loader, or an unprepared `holdfast.DataLoader`. The latter resumes
             exactly without reading batches again, but does not support accumulation: use larger
             batches instead, and pass ``device=`` to the loader.
-        scheduler: A scheduler, or a dict of named schedulers. The guard steps it once for each
-            optimizer step. If the accelerator has ``step_scheduler_with_optimizer=False``, you step
-            it yourself.
+        scheduler: A scheduler, or a dict of named schedulers. The guard steps it after each
+            optimizer step. If the accelerator has ``step_scheduler_with_optimizer=False``, step it
+            yourself.
         run_dir: The run directory. Defaults to ``holdfast`` in the accelerator's ``project_dir``.
         policy: The policy, as for `Guard`. Its precision must match the accelerator's.
         **overrides: Policy fields, such as ``max_grad_norm``, and the arguments ``state``,
@@ -81,8 +81,8 @@ def accelerate_guard(
     Raises:
         PolicyError: H105 for an object of the wrong type, H108 for several processes without
             ``DistributedDataParallel``, H109 for a policy that contradicts the accelerator's
-            precision, H111 for an engine or setting that cannot be guarded, and any error that
-            `Guard` raises.
+            precision, or H111 for an engine or setting that cannot be guarded. All errors that
+            `Guard` raises are possible too.
     """
     guard_arguments = {name: overrides.pop(name) for name in _GUARD_ARGUMENTS if name in overrides}
     agreed_policy = _agreed_policy(accelerator, Policy.of(policy, **overrides))
@@ -131,7 +131,7 @@ def _run_directory(
 
 
 def _logged_values(values: Any, step: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
-    """Return the values and the step that ``accelerator.log`` was called with."""
+    """Return the values and the step from the arguments of ``accelerator.log``."""
     return values, step
 
 
@@ -144,8 +144,8 @@ class AcceleratedGuard(Guard):
         """Run one step on a batch from ``guard.batches``, as `Guard.step` does.
 
         Raises:
-            BatchError: H203 if accumulation is on and the batch is not a window of batches, and
-                any error that `Guard.step` raises.
+            BatchError: H203 if accumulation is on and the batch is not a window of batches. All
+                errors that `Guard.step` raises are possible too.
         """
         if self._batches_per_step > 1 and not isinstance(batch, Window):
             raise BatchError(
@@ -169,7 +169,7 @@ class AcceleratedGuard(Guard):
 
 
 def _unwrap_each(prepared: Any, unwrap: Callable[[Any], Any]) -> Any:
-    """Unwrap an object, or each value if it is a dict of named objects."""
+    """Unwrap an object, or each value in a dict of named objects, and return the result."""
     if prepared is None:
         return None
     if isinstance(prepared, Mapping):
@@ -185,10 +185,10 @@ def _unwrap_model(model: Any, accelerator: Any) -> Any:
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped.
+    """Return the optimizer inside Accelerate's wrapper.
 
-    Other wrappers, such as Lookahead, may also have an attribute ``optimizer``. They are returned
-    unchanged.
+    An optimizer without that wrapper is returned unchanged, even if it has an attribute
+    ``optimizer``, as Lookahead does.
     """
     if isinstance(optimizer, load("accelerate.optimizer").AcceleratedOptimizer):
         return optimizer.optimizer
@@ -196,17 +196,22 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
-    """Return the scheduler that Accelerate has wrapped, changed to advance as the wrapper does.
+    """Return the scheduler inside Accelerate's wrapper, changed to advance as the wrapper does.
 
-    Other schedulers may also have an attribute ``scheduler``. They are returned unchanged.
+    A scheduler without that wrapper is returned unchanged, even if it has an attribute
+    ``scheduler``.
+
+    Args:
+        scheduler: The scheduler, which may be wrapped.
+        num_processes: The accelerator's number of processes.
     """
     if not isinstance(scheduler, load("accelerate.scheduler").AcceleratedScheduler):
         return scheduler
     inner = scheduler.scheduler
     if isinstance(inner, _AsPrepared):
         return inner
-    # Accelerate advances a schedule once per process in each step, unless the processes share each
-    # batch.
+    # In each step, Accelerate advances a scheduler once per process, unless the processes share
+    # each batch or the user steps the scheduler.
     advances_per_step = num_processes
     if scheduler.split_batches or not scheduler.step_with_optimizer:
         advances_per_step = 1
@@ -217,7 +222,7 @@ def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
 
 
 class _AsPrepared:
-    """Mixin that makes a scheduler advance as under Accelerate, possibly several times per step.
+    """Mixin that makes a scheduler advance as in Accelerate, possibly several times per step.
 
     A scheduler with `total_steps`, such as ``OneCycleLR``, stops advancing after that many steps.
     """
@@ -227,7 +232,7 @@ class _AsPrepared:
     total_steps: float = math.inf
 
     def step(self, *args: Any) -> None:
-        """Advance the schedule, but not past `total_steps`."""
+        """Advance the scheduler, but not past `total_steps`."""
         for _ in range(self._holdfast_advances):
             if self._step_count <= self.total_steps:
                 super().step(*args)  # type: ignore[misc]
@@ -237,9 +242,9 @@ class _AsPrepared:
 
 
 def _guarded_loader(loader: Any, accelerator: Any) -> Any:
-    """Return the loader for the guard to iterate.
+    """Return the loader that the guard iterates.
 
-    An object that is not iterable is returned unchanged, so that the guard refuses it.
+    An object that is not iterable is returned unchanged, because the guard refuses it.
 
     Raises:
         PolicyError: H111 for a `holdfast.DataLoader` with accumulation, or for a stateful loader.
@@ -268,15 +273,15 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
 
 
 class PreparedLoader:
-    """Iterates a prepared loader from any epoch, and yields batches or windows on the device.
+    """Iterates a prepared loader from any epoch, and yields batches or windows on a device.
 
     The guard iterates this object instead of the prepared loader, for two reasons:
 
     - A prepared loader counts epochs itself, but does not save the count. A run that resumes in a
       new process would repeat the order of the first epoch.
     - A prepared loader fetches each batch before the previous one is trained, so a resume could not
-      reproduce the random numbers used for it. This class iterates the inner torch loader, which
-      loads on demand.
+      reproduce the random numbers with which the batch was loaded. This class iterates the inner
+      torch loader, which loads batches on demand.
 
     Args:
         loader: A loader that Accelerate has prepared, or any iterable of batches.
@@ -291,7 +296,7 @@ class PreparedLoader:
         self._device = device
         self._batches_per_window = batches_per_window
         self._send_to_device = load("accelerate.utils").send_to_device
-        # The guard's cursor uses these two attributes to save and restore the order.
+        # The guard's cursor uses these two attributes to save and restore the order of an epoch.
         self.generator = getattr(loader, "generator", None)
         self.sampler = _EpochOrder(loader)
 
@@ -303,11 +308,11 @@ class PreparedLoader:
         return getattr(self._loader, "base_dataloader", None)
 
     def __len__(self) -> int:
-        """Return the number of windows in an epoch."""
+        """Return the number of batches in an epoch, or of windows if accumulation is on."""
         return math.ceil(len(self._loader) / self._batches_per_window)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device, or windows of them if accumulation is on."""
+        """Yield batches on the device, or windows of batches if accumulation is on."""
         batches = (self._send_to_device(batch, self._device) for batch in self._batches())
         if self._batches_per_window == 1:
             yield from batches
@@ -321,7 +326,7 @@ class PreparedLoader:
     def _batches(self) -> Iterator[Any]:
         torch_loader = self.torch_loader
         if torch_loader is None:
-            # A loader with its own order, such as Accelerate's dispatcher.
+            # Accelerate determines the order itself, for example in its dispatcher.
             yield from self._loader
             return
         # The rest follows ``DataLoaderShard.__iter__``, but without fetching ahead.

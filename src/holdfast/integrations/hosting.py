@@ -2,9 +2,9 @@
 
 The state that holdfast stores in a framework's checkpoint is called the *carried state*. It holds
 everything that later steps need from earlier ones, such as the memory ladder, the counters and the
-random state. It is a dict of JSON values, with all tensors under the key ``"tensors"``.
+random state. It is a dict of JSON values, with all tensors stored under the key ``"tensors"``.
 
-The module ``saving`` writes and finds the checkpoints themselves.
+The module ``saving`` writes and finds the framework's checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
 
-# Stands in for the framework class that a mixin is combined with. Type checkers cannot know it.
+# The base class of mixins. It stands in for the framework class with which a mixin is combined,
+# which type checkers cannot know.
 if TYPE_CHECKING:
     Framework: TypeAlias = Any
 else:
@@ -53,7 +54,7 @@ def open_guard(
         run_dir: The run directory.
         policy: The policy returned by `hosted_policy`.
         scaler: The framework's ``GradScaler``, or None. The guard takes over its loss scale.
-        checkpoints: The framework's checkpoint folder and a pattern that matches checkpoint names.
+        checkpoints: The framework's checkpoint folder, and a pattern that checkpoint names match.
             None if the framework saves no checkpoints.
         carried: The carried state from the loaded checkpoint. None if no checkpoint was loaded, or
             if the checkpoint was written without holdfast.
@@ -61,8 +62,8 @@ def open_guard(
         **parts: The model, optimizer and other arguments of `Guard`.
 
     Raises:
-        CheckpointError: H312 if no checkpoint was loaded, but the folder contains a checkpoint that
-            is a broken link.
+        CheckpointError: H312 if no checkpoint was loaded although the folder contains one that is a
+            broken link.
     """
     if checkpoints is not None and not resumed:
         _check_links(*checkpoints)
@@ -93,7 +94,7 @@ def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any)
     Args:
         guard: The run's guard.
         devices: The devices, apart from the CPU, whose random state is saved.
-        **trees: Additional nested containers of values and tensors. Read them with
+        **trees: Additional state by name, as nested containers of values and tensors. Read it with
             `decode_carried`.
     """
     encoder = Encoder("holdfast")
@@ -103,16 +104,16 @@ def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any)
 
 
 def decode_carried(carried: Mapping[str, Any], name: str) -> Any:
-    """Return a tree by the keyword under which it was passed to `carried_state`, or None."""
+    """Return the tree that was passed to `carried_state` as the keyword `name`, or None."""
     tree = carried.get("trees", {}).get(name)
     return decode(tree, dict(carried.get("tensors", {})))
 
 
 def restore_random_state(carried: Mapping[str, Any]) -> None:
-    """Restore the random state from the time `carried_state` was called.
+    """Restore the random state that was current when `carried_state` was called.
 
-    If the number of ranks is the same as at the save, each rank gets its own random state back.
-    Otherwise, every rank derives a new state from that of the rank that saved.
+    If the number of ranks has not changed since the save, each rank gets its own random state back.
+    Otherwise, each rank derives a new state from that of the rank that saved.
     """
     rank, world_size = ranks_now((0, 1))
     ranks = decode_carried(carried, "ranks")
@@ -134,8 +135,8 @@ def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
     Restarted workers draw different random numbers.
 
     Args:
-        loaders: The framework's training loader, which may be prepared by Accelerate, or a dict or
-            list of loaders.
+        loaders: The framework's training loader, or a dict or list of loaders. Loaders may have
+            been prepared by Accelerate.
         emit: Function that records the event. If None, the event is logged.
     """
     if not any(keeps_workers(loader) for loader in _torch_loaders(loaders)):
@@ -149,7 +150,7 @@ def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
 
 
 def _torch_loaders(loaders: Any) -> Iterator[TorchDataLoader[Any]]:
-    """Yield the torch data loaders, unwrapping any that Accelerate has prepared.
+    """Yield the torch data loaders in a loader, dict or list, unwrapping a prepared loader.
 
     A `holdfast.DataLoader` is left out.
     """

@@ -1,7 +1,7 @@
 """Refuse settings under which a guarded step could not keep its promises.
 
-Each refusal names the setting, the reason and the fix. Checks for a single framework are in that
-framework's package.
+Each error names the setting, the reason and the fix. Checks that concern a single framework are in
+that framework's package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.core.errors import PolicyError
 
 _T = TypeVar("_T")
 
-# Accelerate's distributed types without an engine, such as DeepSpeed, that owns the optimizer.
+# Accelerate's distributed types without an engine, such as DeepSpeed, to run the optimizer.
 _PLAIN_DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 # Maps Accelerate's precision names to the values of `Policy.precision`.
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -41,7 +41,7 @@ def unsupported(setting: str, *, reason: str, fix: str) -> PolicyError:
     """Return an H111 error for a framework setting that cannot be guarded.
 
     Args:
-        setting: The setting and its value, as written by the user.
+        setting: The setting with its value, as the user would write it.
         reason: Why a step with this setting cannot be guarded, as a clause.
         fix: What the user should do instead, as a sentence.
     """
@@ -49,7 +49,7 @@ def unsupported(setting: str, *, reason: str, fix: str) -> PolicyError:
 
 
 def raise_first(rules: Iterable[Callable[[_T], PolicyError | None]], subject: _T) -> None:
-    """Apply the rules to the subject in order, and raise the first error that one returns."""
+    """Call the rules with the subject in order, and raise the first error that a rule returns."""
     for rule in rules:
         error = rule(subject)
         if error is not None:
@@ -57,11 +57,11 @@ def raise_first(rules: Iterable[Callable[[_T], PolicyError | None]], subject: _T
 
 
 def check_one_process(count: int, name: str) -> None:
-    """Refuse to train on more than one process or device.
+    """Refuse to train with more than one process or device.
 
     Args:
         count: The number of processes or devices.
-        name: The framework's setting for this number, for the error message.
+        name: The framework's setting that determines the number, for the error message.
 
     Raises:
         PolicyError: H108 if the count is above 1.
@@ -84,14 +84,15 @@ def check_one_process(count: int, name: str) -> None:
 
 
 def check_accelerator(accelerator: Any) -> str:
-    """Return the precision of an ``accelerate.Accelerator`` as a value of `Policy.precision`.
+    """Check that an ``accelerate.Accelerator`` can be guarded, and return its precision.
 
-    Returns "fp32" if the accelerator is configured for half precision but does not apply autocast,
-    which is the case for fp16 on a CPU.
+    Returns:
+        The precision as a value of `Policy.precision`. This is ``"fp32"`` if the accelerator is
+        configured for half precision but does not apply autocast, as for fp16 on a CPU.
 
     Raises:
-        PolicyError: H111 for an engine that owns the optimizer, such as DeepSpeed or FSDP, or for
-            an unsupported precision.
+        PolicyError: H111 if an engine such as DeepSpeed or FSDP runs the optimizer, or if the
+            precision is not supported.
     """
     distributed_type = str(
         getattr(accelerator.distributed_type, "value", accelerator.distributed_type)

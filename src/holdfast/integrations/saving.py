@@ -25,9 +25,9 @@ from holdfast.loader.order.ranks import ranks_now
 _T = TypeVar("_T")
 _log = logging.getLogger("holdfast")
 
-# Longer error messages are truncated to this many characters. Disk-full errors are shorter.
+# Longer error messages are truncated to this many characters, which is enough for disk-full errors.
 _MOST_CHARACTERS_OF_ERROR = 500
-# Words by which we recognize an operating-system error that torch or safetensors has wrapped.
+# Words that identify an operating-system error that torch or safetensors has wrapped.
 _WRAPPED_SYSTEM_ERRORS = ("pytorchstreamwriter", "os error")
 
 # A function that records an event, such as `Guard.emit`.
@@ -47,14 +47,17 @@ def on_all_ranks(work: Callable[[], _T]) -> _T:
 
     All ranks must call this function.
 
+    Args:
+        work: Function that runs this rank's part.
+
     Raises:
-        OSError: The task failed on another rank. If it fails on this rank, the original error is
-            raised instead, after the other ranks have been notified.
+        OSError: If the task failed on another rank. If it failed on this rank, the original error
+            is raised instead, after the other ranks have been notified.
     """
     rank, world_size = ranks_now((0, 1))
 
     def exchange(outcome: list[Any]) -> list[Any]:
-        """Exchange error texts with the other ranks. Results stay on their own rank."""
+        """Exchange error texts with the other ranks, but keep each result on its own rank."""
         outcomes = [outcome] * world_size
         if world_size > 1:
             _, error_text = outcome
@@ -71,9 +74,12 @@ def on_all_ranks(work: Callable[[], _T]) -> _T:
 def should_save(guard: HostedGuard | None) -> bool:
     """Return whether the training state is finite. If it is not, roll back to the last good state.
 
+    Args:
+        guard: The run's guard. If None, nothing is checked, and True is returned.
+
     Raises:
-        RunDirectoryError: H301 if another run has taken over the run directory. Both runs would
-            save into the same folder.
+        RunDirectoryError: H301 if another run has taken over the run directory, so that both runs
+            would save into the same folder.
         NonFiniteError: H501 if the state is not finite and cannot be rolled back, because there is
             no good state or the limit on rollbacks is reached.
     """
@@ -91,15 +97,15 @@ def should_save(guard: HostedGuard | None) -> bool:
 def attempt_save(
     write: Callable[[], None], name: str, emit: Emit | None, undo: Callable[[], None]
 ) -> bool:
-    """Write a checkpoint, and return whether this succeeded.
+    """Try to write a checkpoint, and return whether it was written.
 
     A disk error is only reported, so that training continues. Any other error is raised, since the
-    next save would fail too.
+    next save would probably fail too.
 
     Args:
         write: Function that writes and seals the checkpoint.
         name: The checkpoint's name, for the event.
-        emit: Function that records events. If None, a failure is logged.
+        emit: Function that records events. If None, a failed save is logged instead.
         undo: Function that removes the files of a failed save.
     """
     try:
@@ -129,7 +135,7 @@ def _is_disk_error(error: Exception) -> bool:
 def newest_checkpoint(
     candidates: Iterable[Path], emit: Emit | None = None, run_dir: Path | None = None
 ) -> Path | None:
-    """Return the newest checkpoint that verifies, or None if no save was ever completed.
+    """Return the newest checkpoint that passes verification, or None if no save ever completed.
 
     Newer checkpoints that fail verification are moved aside, and an event reports each of them.
 
@@ -158,7 +164,7 @@ def newest_checkpoint(
 
 
 def checkpoints_in(folder: Path, name_pattern: re.Pattern[str]) -> list[Path]:
-    """Return all subfolders and broken links whose names match, in no particular order."""
+    """Return all subfolders and broken links with matching names, in no particular order."""
     return [
         path
         for path in paths_in(folder)

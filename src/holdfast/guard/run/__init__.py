@@ -2,13 +2,14 @@
 
 Read in this order:
 
-loop            what happens between two batches: when to save, when to stop, how to rewind
-steps           `Steps` runs, counts and records a step; `Recovery` decides what follows NaN or
-                Inf, a loss spike, or an optimizer that ran out of memory
-sample_reports  which samples NaN or Inf came from
-session         from opening the run directory to closing it, and saves on request
-saved_state     what a checkpoint holds, with ``settings`` of optimizers and schedulers
+loop            iterates over batches; saves, stops and rewinds between them
+steps           `Steps` runs, counts and records a step; `Recovery` decides how to continue after
+                NaN or Inf, a loss spike, or an optimizer that ran out of memory
+sample_reports  reports the samples that caused NaN or Inf
+session         opens and closes the run directory, and saves on request
+saved_state     gathers the contents of a checkpoint; ``settings`` compares the settings of
+                optimizers and schedulers with those at the start of the run
 restoration     resumes from a checkpoint, and rolls back to an earlier state
 own_steps       refuses optimizer steps outside of `Guard.step`
-last_steps      how far earlier guards of the same process got
+last_steps      stores the steps that earlier guards in the same process reached
 """

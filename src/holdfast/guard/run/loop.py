@@ -26,24 +26,25 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.epoch import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
 
-# A scheduler that needs a metric is reported if it has received none in this many epochs. That
-# happens at the end of the loop or, in a run of at least this many steps, at the end of an epoch.
-# By default Lightning evaluates after each epoch, and the Trainer every 500 steps.
+# A scheduler that needs a metric is reported if it has received none in the first
+# `_EPOCHS_WITHOUT_METRIC` epochs. It is reported at the end of the loop or, once the run has made
+# `_STEPS_WITHOUT_METRIC` steps, at the end of an epoch. By default, Lightning evaluates after each
+# epoch, and the Hugging Face Trainer every 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
-# The first epochs, up to this many, are all recorded as events. After that, only some epochs are
-# recorded, so that these events never fill the recorder's ring buffer.
+# The end of every epoch up to this one is recorded as an event. After that, only some ends of
+# epochs are recorded, so that these events never fill the recorder's ring buffer.
 _EPOCHS_WITH_EVENTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The epoch and the step at which a loop ends, counted over all restarts of the run.
+    """The numbers of epochs and steps at which a loop ends, counted over all restarts of the run.
 
-    None means no limit.
+    A limit of None never ends the loop.
 
     Raises:
-        PolicyError: H105 for a limit that is not a whole number.
+        PolicyError: H105 if a limit is not a whole number.
     """
 
     epochs: int | None
@@ -60,7 +61,7 @@ class Limits:
                 )
 
     def are_reached(self, *, epochs: int, steps: int) -> bool:
-        """Return whether a run with these numbers of epochs and steps has reached a limit."""
+        """Return whether a run with these numbers of completed epochs and steps is at a limit."""
         if self.epochs is not None and epochs >= self.epochs:
             return True
         return self.steps is not None and steps >= self.steps
@@ -68,9 +69,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EpochBegin:
-    """The state of the run when a loop began to read an epoch."""
+    """The progress of the run at the time a loop began to read an epoch."""
 
-    # See `Loop._progress`.
+    # The return value of `Loop._progress`, which shows later whether a step was run.
     progress: tuple[int, int]
     # Whether the loop reads the epoch from its first batch.
     is_whole: bool
@@ -78,7 +79,14 @@ class _EpochBegin:
 
 
 class Loop:
-    """Iterates over the loader of one run; saves, reports and stops at the boundaries."""
+    """Iterates over the loader of one run, and saves, reports and stops at the boundaries.
+
+    Args:
+        session: The session of the run.
+        stop: The stop request that all ranks agree on.
+        saves: Decides for all ranks when a save is due.
+        recovery: Rolls back when a save is refused.
+    """
 
     def __init__(
         self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery
@@ -97,7 +105,7 @@ class Loop:
         # The number of epochs that this loop has read from start to end.
         self._epochs = 0
         self._reported_unkept = False
-        # Finds counters that are missing from checkpoints. None after the first report.
+        # Finds counters that are missing from checkpoints. None once one has been reported.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
         # The generator of the most recent loop.
@@ -111,7 +119,10 @@ class Loop:
         max_steps: int | None,
         release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Start a loop and return its batches; see `batches`. `leave` can end the loop early."""
+        """Return an iterator over the batches of a new loop, which `leave` can end early.
+
+        The arguments are those of `batches`.
+        """
         self._under_way = self.batches(cursor, max_epochs, max_steps, release)
         return self._under_way
 
@@ -123,7 +134,7 @@ class Loop:
     def end_at_exit(self) -> None:
         """End a run that is still open when the process exits.
 
-        Later, when Python frees the iterator, it would be too late to save.
+        When Python frees the loop's iterator later, it would be too late to save.
         """
         # The generator raises ValueError if another thread is still running it.
         with contextlib.suppress(ValueError):
@@ -150,8 +161,8 @@ class Loop:
             cursor: The position in the loader.
             max_epochs: The limit in epochs, or None.
             max_steps: The limit in optimizer steps, or None.
-            release: Unlocks the run directory. Called at the end of the loop with how the run
-                ended.
+            release: Function that unlocks the run directory. It is called at the end of the loop,
+                with a value that states how the run ended.
         """
         limits = Limits(epochs=max_epochs, steps=max_steps)
         self._begin_loop(cursor, limits)
@@ -190,11 +201,12 @@ class Loop:
         self._record.emit(begun)
         self._report_unkept(cursor)
         self._epochs = 0
-        # Discard reports about loaders that were advanced before the loop.
+        # Discard the reports about loaders that were advanced before this loop, since only loaders
+        # advanced inside the loop matter.
         take_unkept_loaders()
 
     def _end_loop(self, cursor: Cursor) -> End:
-        """Save the state at the end of the loop, and return how the run has ended."""
+        """Save the state at the end of a complete or stopped loop, and return how the run ended."""
         if self._stop.reason is None:
             self._report_waiting_schedulers(cursor.epoch)
         self._report_unkept_numbers()
@@ -212,20 +224,25 @@ class Loop:
         """Record an error that ends the loop, and save the state if it is complete.
 
         Raises:
-            The error of another rank, if it caused this one.
+            BaseException: The error of another rank, if that error caused this one.
         """
         cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
         is_interrupt = not isinstance(error, Exception)
         directory_is_lost = isinstance(error, RunDirectoryError)
         if not is_interrupt and self._ranks.world_size == 1 and not directory_is_lost:
-            # The loader failed at a boundary, so the state is complete.
+            # If the loader failed at a boundary, the state is complete. Otherwise, `save` does
+            # nothing.
             self._session.saving.save()
         if cause is not None:
             raise cause from error
 
     def _leave_loop(self, cursor: Cursor, how: End, release: Callable[[End], None]) -> None:
-        """Unlock the run directory. If a step has rolled back, first restore that state again."""
+        """Unlock the run directory.
+
+        If the last step was rolled back, the earlier state is first restored again, since the loop
+        body may have changed it.
+        """
         try:
             if self._state.must_rewind:
                 self._recovery.roll_back_again()
@@ -234,14 +251,15 @@ class Loop:
             self._record.left_by(error)
             raise
         finally:
-            # No matter what fails, release the lock and restore the signal handlers.
+            # `release` must run even if the rollback fails, so that the directory is unlocked and
+            # the signal handlers are restored.
             self.count_batch()
             cursor.leave()
             self._state.leave_loop()
             release(how)
 
     def _save_as_asked(self) -> bool:
-        """Save when a loop is left early, if a stop was requested.
+        """Save a checkpoint if a stop was requested. Called when a loop is left early, or at exit.
 
         The stop request stays in force and also ends the next loop. With several ranks, nothing is
         saved, because the other ranks may still be in their loops.
@@ -262,7 +280,7 @@ class Loop:
         return True
 
     def _honor_stop(self) -> None:
-        """If a stop was requested, record once that this loop ends because of it."""
+        """If a stop was requested, record once that this loop ends because of the request."""
         if self._stop.reason is not None and not self._stop.honored:
             self._stop.honor()
             request = run_events.StopRequested(
@@ -275,8 +293,8 @@ class Loop:
     def _epoch(self, cursor: Cursor, limits: Limits) -> Iterator[Any]:
         """Yield the remaining batches of an epoch.
 
-        The epoch ends early if the loop is finished, if a signal interrupts the wait for a batch,
-        or if the run has returned to an earlier position.
+        The iterator ends before the end of the epoch if the loop is finished, if a signal
+        interrupts the wait for a batch, or if the run has returned to an earlier position.
         """
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
@@ -299,8 +317,8 @@ class Loop:
             yield batch
             self._session.check_averages()
             if self._state.must_rewind:
-                # The rest of the loop body has run on the restored state and may have changed it,
-                # so restore the state again.
+                # A step has restored an earlier state. The rest of the loop body has run since then
+                # and may have changed that state, so restore it again.
                 self._recovery.roll_back_again()
                 return
             self._pass_boundary(cursor)
@@ -309,12 +327,12 @@ class Loop:
         self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
 
     def _pass_boundary(self, cursor: Cursor) -> None:
-        """Count the batch that the loop body has finished, and save if a save is due."""
+        """Count the batch that the loop body has finished with, and save if a save is due."""
         cursor.advance(used=self._state.batch_is_used)
         self._state.boundary()
         self._report_unkept_loaders()
         # A save that is due at the last batch can wait for the end of the epoch. With several
-        # ranks, the first rank has already decided this for all of them.
+        # ranks, the first rank has already decided for all ranks whether to wait.
         if self._ranks.world_size > 1 or not cursor.seems_to_end:
             self._save_if_due()
 
@@ -344,14 +362,14 @@ class Loop:
             self._report_waiting_schedulers(cursor.epoch)
 
     def _report_unkept(self, cursor: Cursor) -> None:
-        """Report once if a resumed run may read different batches, and why."""
+        """If a resumed run may read different batches, report the reason once."""
         if self._reported_unkept or cursor.unkept is None:
             return
         self._reported_unkept = True
         self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
 
     def _report_unkept_numbers(self) -> None:
-        """Report once if a scheduler or optimizer has a counter that its ``state_dict`` lacks."""
+        """Report the first counter of a scheduler or optimizer that its ``state_dict`` lacks."""
         unkept = None if self._unkept_numbers is None else self._unkept_numbers.find()
         if unkept is None:
             return
@@ -365,7 +383,7 @@ class Loop:
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_loaders(self) -> None:
-        """Report once if the loop advances a second loader whose position is in no checkpoint.
+        """Report once that the loop advances another loader whose position is in no checkpoint.
 
         Loaders that the loop body iterates to the end, as in an evaluation, are not reported.
         """
@@ -380,7 +398,11 @@ class Loop:
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
-        """Report once which schedulers need a metric but have not received one in the whole run."""
+        """Report once which schedulers need a metric but have never received one.
+
+        Args:
+            epochs: The number of epochs completed so far.
+        """
         if epochs < _EPOCHS_WITHOUT_METRIC or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
@@ -398,7 +420,7 @@ class Loop:
 
     def _save_now_if_due(self) -> None:
         self._session.saving.at_boundary()
-        # A save that started a few steps ago may have been refused.
+        # A save that was started some steps ago may have been refused since then.
         refused = self._saves.take_refusal()
         if refused is None:
             self._session.keep_snapshot()
@@ -419,9 +441,10 @@ class Loop:
             self._recovery.after_refused_save(refused)
 
     def _progress(self) -> tuple[int, int]:
-        """Return two numbers that change with every step.
+        """Return the numbers of committed and skipped steps, one of which changes in every step.
 
-        The global step is not suitable, since a rollback may reset it to an earlier value.
+        The global step is not suitable for detecting steps, since a rollback may reset it to an
+        earlier value.
         """
         counters = self._session.counters
         return counters.steps, counters.skipped_steps

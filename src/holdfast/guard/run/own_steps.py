@@ -1,7 +1,7 @@
-"""Refuse optimizer steps that a loop over `Guard.batches` makes without `Guard.step`.
+"""Refuse optimizer steps that a loop over `Guard.batches` runs without `Guard.step`.
 
-Such a step changes the weights, but the guard does not count it. No save would ever be due, and a
-killed run would start again from step 0.
+Such a step changes the weights, but the guard does not count it. If all steps were run this way, no
+save would ever be due, and a killed run would start again from step 0.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from holdfast.core.errors import BatchError
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
 
-# The states of all guards in this process. A loop that was never closed must not refuse the steps
-# of another guard.
+# The states of all guards in this process. They are needed because a loop that was never closed
+# must not refuse the steps of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
 class OwnStepsRefused:
-    """A context that raises H212 for any step of guarded parameters outside of `Guard.step`.
+    """A context that raises H212 if an optimizer updates guarded parameters outside `Guard.step`.
 
-    Optimizers of other parameters, such as those of a discriminator that the guard does not hold,
-    are not affected.
+    Optimizers of other parameters, such as those of a discriminator that was not passed to the
+    guard, are not affected.
 
     Args:
         parts: The models and optimizers of the run.
         state: The guard's state, which shows whether a guarded step is in progress.
-        record: A function that is called with the error before it is raised.
+        record: Function that is called with the error before the error is raised.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class OwnStepsRefused:
         self._handle.remove()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise H212 if this optimizer is about to update guarded parameters outside of a guarded
-        step.
+        """Raise H212 if an optimizer would now update guarded parameters outside a guarded step.
 
-        In a guarded step, this takes less than a microsecond.
+        The hook calls this before each optimizer step. In a guarded step, the call takes less than
+        a microsecond.
         """
         # In a guarded step, any optimizer may step, since the guard's optimizers may be wrappers
         # around others.
@@ -80,7 +80,7 @@ class OwnStepsRefused:
         raise error
 
     def _name_of(self, optimizer: Optimizer) -> str | None:
-        """Return the name of an optimizer in the guard, or None if the guard does not hold it."""
+        """Return an optimizer's name in the guard, or None if it was not passed to the guard."""
         for name, candidate in self._parts.optimizers.items():
             if candidate is optimizer:
                 return name
@@ -95,11 +95,11 @@ class OwnStepsRefused:
 
 
 def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
-    """Return H212 for an optimizer that was stepped outside of `Guard.step`.
+    """Return an H212 error for an optimizer that was stepped outside `Guard.step`.
 
     Args:
         optimizer: The optimizer.
-        name: The optimizer's name in the guard, or None if the guard does not hold it.
+        name: The optimizer's name in the guard, or None if it was not passed to the guard.
     """
     if name is None:
         subject = f"a {type(optimizer).__name__} that the guard does not hold"

@@ -1,6 +1,6 @@
 """Restore the state of a run: resume from a checkpoint, or roll back to an earlier state.
 
-``saved_state`` defines what this state contains.
+``saved_state`` defines what the saved state of a run contains.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Restoration:
     Args:
         context: The shared objects of the run.
         directory: The run directory.
-        store: The checkpoints in it.
-        saved_state: Gathers the state to save.
+        store: The checkpoints in the run directory.
+        saved_state: Gathers the state for checkpoints, and loads this rank's part of it.
         saving: Saves the checkpoints of the run.
         snapshots: The snapshots in host memory.
     """
@@ -73,21 +73,24 @@ class Restoration:
         self._saved_state = saved_state
         self._saving = saving
         self._snapshots = snapshots
-        # The step of a state that the run has rolled back to and that predates the cause of the
-        # rollback. No rollback needs to go further back than this.
+        # The step of the newest state that is known to predate the cause of a rollback, or -1. No
+        # rollback needs to go further back than this step.
         self._known_good = -1
-        # The random state to restore when the loader of a resumed run is started. None afterwards.
+        # The random state to restore when a resumed run starts its loader. None afterwards.
         self._random_state: RandomState | None = None
 
     @property
     def random_state(self) -> RandomState | None:
-        """Return the random state to restore when a resumed run starts its loader, then None."""
+        """Return the random state to restore when a resumed run starts its loader.
+
+        Return None if the loader was started already or the run was not resumed.
+        """
         return self._random_state
 
-    # --- a new process
+    # --- resuming in a new process
 
     def resume(self) -> Path | None:
-        """Restore the newest intact checkpoint.
+        """Restore the newest intact checkpoint, and record that the run has been resumed.
 
         Returns:
             The directory of the checkpoint, or None if the run starts from the beginning.
@@ -97,8 +100,8 @@ class Restoration:
         if entry is None:
             self._directory.check_not_lost()
             return None
-        # All digests match, so an error from here on does not indicate damage, and the checkpoint
-        # must not be moved aside.
+        # All digests match, so an error from here on does not indicate that the checkpoint is
+        # damaged, and the checkpoint must not be moved aside.
         training = self._restore(entry)
         with reading(entry.path):
             self.continue_from(training)
@@ -136,7 +139,11 @@ class Restoration:
         return {**facts, **self._parts.settings()}
 
     def _report_lost_state_of_ranks(self, training: Mapping[str, Any]) -> None:
-        """Record which per-rank state this resume cannot restore."""
+        """Record which per-rank state cannot be restored from the checkpoint.
+
+        Args:
+            training: The guard's own state in the checkpoint.
+        """
         of_ranks = (training.get("ranks") or {"each": []})["each"]
         names = dict.fromkeys(
             name
@@ -166,7 +173,7 @@ class Restoration:
             )
 
     def report_steps_left_behind(self) -> None:
-        """Report steps that are lost because an earlier guard in this process had got further."""
+        """Report the steps that an earlier guard in this process reached but did not save."""
         forget_left_steps(self._directory.path)
         previous_step = last_step(self._directory.run_id)
         if previous_step > self._record.global_step:
@@ -177,7 +184,11 @@ class Restoration:
             )
 
     def continue_from(self, training: Mapping[str, Any]) -> None:
-        """Restore the counters and the detectors of the process that saved this state."""
+        """Restore the counters, the memory ladder and the detectors from a saved state.
+
+        Args:
+            training: The guard's own part of the saved state.
+        """
         context = self._context
         context.counters.restore(training["counters"])
         context.counters.note_resume()
@@ -186,24 +197,25 @@ class Restoration:
         context.diagnosis.load_state_dict(training["diagnosis"])
 
     def note_loader_started(self) -> None:
-        """Record that the loader is at its position and that the random state has been restored."""
+        """Record that the loader has reached its position and the random state was restored."""
         self._random_state = None
 
-    # --- an earlier state
+    # --- rolling back
 
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
     ) -> dict[str, Any] | None:
-        """Return to the newest good state: a snapshot in host memory, or otherwise a checkpoint.
+        """Restore the newest good state, from a snapshot in host memory or else a checkpoint.
 
         Args:
-            rewind_data: Whether the loader also returns to the position of that state. If so, only
-                checkpoints are used.
-            before_step: Use only states from this step or earlier. None for the newest state.
-            trusted: Whether such states are known to predate the cause of the rollback.
+            rewind_data: Whether the loader also returns to the position of the restored state. If
+                so, only checkpoints are used.
+            before_step: Use only states from this step or earlier. If None, use the newest state.
+            trusted: Whether states from `before_step` or earlier are known to predate the cause of
+                the rollback.
 
         Returns:
-            The guard's own part of that state, or None if there is no state to return to.
+            The guard's own part of the restored state, or None if there is no such state.
         """
         self._saving.finish()
         kept = None
@@ -219,7 +231,7 @@ class Restoration:
         if kept is None and entry is None:
             return None
         try:
-            # If reading fails partway, the state is inconsistent and must not be saved.
+            # If loading fails partway, the state in memory is inconsistent and must not be saved.
             with self._state.rolling_back():
                 training = self._load_earlier(kept, entry)
                 if rewind_data:
@@ -228,23 +240,27 @@ class Restoration:
             self._record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
         if kept is not None and not trusted:
-            # If the run fails again after this rollback, the next one uses an older snapshot.
+            # If the run fails again after this rollback, the next rollback uses an older snapshot.
             self._snapshots.distrust(kept)
         self._saving.returned(to_checkpoint=kept is None)
         self._snapshots.returned_to(self._record.global_step)
         if trusted:
-            # This state predates the cause, so no later rollback needs an older one.
+            # The restored state predates the cause, so no later rollback needs an older state.
             self._known_good = self._record.global_step
         return training
 
     def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
-        """Load a snapshot or a checkpoint, and return the guard's own part of it."""
+        """Load a snapshot, or a checkpoint if `kept` is None.
+
+        Returns:
+            The guard's own part of the loaded state.
+        """
         if kept is not None:
             return self._put_back(copied_to_host(kept.trees))
         assert entry is not None
         return self._restore(entry, in_place=True)
 
-    # --- one state
+    # --- finding and loading a state
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
         """Return the newest intact checkpoint, and move damaged ones aside.
@@ -263,7 +279,11 @@ class Restoration:
         )
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
-        """Move the cursor to a saved position, and keep its random state until a loop starts."""
+        """Move the cursor to a saved position, and keep the random state until a loop starts.
+
+        Args:
+            training: The guard's own part of the saved state.
+        """
         if self._cursor is not None and training["position"] is not None:
             self._cursor.load_state_dict(training["position"])
             self._cursor.compare_ranks(ranks_in(training), self._ranks.world_size)
@@ -274,11 +294,11 @@ class Restoration:
 
         Args:
             entry: The checkpoint.
-            in_place: Whether to read directly into the existing tensors, which needs no additional
-                memory.
+            in_place: Whether to read directly into the tensors of the run, which needs no
+                additional memory.
         """
         targets = live_tensors(self._parts) if in_place else {}
-        # With a sharded model, this rank reads only its own rows.
+        # With a sharded model, this rank reads only the rows of its own shards.
         share_of = self._ranks.rows_to_load(self._parts)
         trees = read_components(entry, component_names(self._parts), targets, share_of)
         live = states_now(self._parts)
@@ -291,13 +311,13 @@ class Restoration:
         """Load a saved state into the objects of the run.
 
         Args:
-            trees: The state by component, as `SavedState.gather` returns it.
+            trees: The state by component, as `SavedState.components` returns it.
 
         Returns:
             The guard's own part of the state, with this rank's values.
         """
         training = self._saved_state.of_this_rank(trees["training"])
-        # `state=` objects that differed between ranks are saved separately for each rank.
+        # The states of `state=` objects that differed between ranks were saved for each rank.
         states_of_rank = training.get("states", {})
         own_states = {f"state.{name}": tree for name, tree in states_of_rank.items()}
         load({**trees, **own_states}, self._parts)
@@ -305,22 +325,28 @@ class Restoration:
         self._context.loss_scale.load_state_dict(training["loss_scale"])
         self.note_state_replaced()
         self._record.move_to_step(training["global_step"])
-        # Checkpoints from earlier versions hold no counts. In that case, each scheduler has counted
-        # every step of the run.
+        # Checkpoints from earlier versions contain no step counts of schedulers. In that case,
+        # assume that each scheduler has counted every step of the run.
         self._context.schedules.load_state_dict(
             training.get("schedules", {}), default=training["global_step"]
         )
         return training
 
     def note_state_replaced(self) -> None:
-        """Record that weights and optimizer state were loaded from outside of the run directory."""
+        """Record that saved weights and optimizer state have replaced those in memory."""
         self._context.created_state.forget()
 
 
 def chosen_on_first_rank(
     ranks: Ranks, store: Store, choose: Callable[[], Entry | None]
 ) -> Entry | None:
-    """Choose a checkpoint on rank 0, and return the same one on all ranks."""
+    """Choose a checkpoint on rank 0, and return the same checkpoint on all ranks.
+
+    Args:
+        ranks: The ranks of the run.
+        store: The checkpoints of the run.
+        choose: Called on rank 0 only. Returns the checkpoint, or None if there is none.
+    """
     return ranks.choose_on_first(
         choose,
         lambda entry: entry.path.name,
@@ -331,18 +357,21 @@ def chosen_on_first_rank(
 def ranks_in(training: Mapping[str, Any]) -> int:
     """Return the number of ranks that wrote a checkpoint.
 
-    A checkpoint without per-rank state comes from a single rank.
+    A checkpoint without per-rank state was written by a single rank.
+
+    Args:
+        training: The guard's own state in the checkpoint.
     """
     of_ranks = training.get("ranks")
     return 1 if of_ranks is None else len(of_ranks["each"])
 
 
 def check_own(training: Mapping[str, Any]) -> None:
-    """Check the guard's own state in a checkpoint.
+    """Check the structure of the guard's own state in a checkpoint.
 
     Raises:
-        TypeError, LookupError or ValueError: If its structure is not the one that a guard writes.
-            `reading` reports these errors as damage.
+        TypeError, LookupError or ValueError: If the structure is not the one that a guard writes.
+            `reading` reports these errors as damage to the checkpoint.
     """
     check_count(training["global_step"])
     RandomState.from_tree(training["random_state"])
@@ -350,6 +379,7 @@ def check_own(training: Mapping[str, Any]) -> None:
         check_position(training["position"])
     for name in training.get("schedules", {}):
         check_count(training["schedules"][name])
+    # Reading these entries raises an error if one of them is missing or is not a mapping.
     _ = (
         training["loss_scale"],
         training["run"],

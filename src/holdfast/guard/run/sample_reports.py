@@ -17,9 +17,9 @@ class SampleReports:
     """Records which samples caused NaN or Inf.
 
     Args:
-        record: Where events are recorded.
-        cursor: The position in the loader, which knows the dataset indices of samples. None if the
-            guard has no loader.
+        record: The recording that receives the events.
+        cursor: The cursor over the guard's loader, which provides the dataset indices of samples.
+            None if the guard has no loader.
     """
 
     def __init__(self, record: RunRecord, cursor: Cursor | None) -> None:
@@ -27,11 +27,11 @@ class SampleReports:
         self._cursor = cursor
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
-        """Record where NaN or Inf came from, and return a message about it.
+        """Record where NaN or Inf came from, and return a message about the origin.
 
         Args:
-            provenance: The origin that a replay of the step has found.
-            indices: The dataset index of each sample in the batch. None if unknown.
+            provenance: The result of replaying the step to find the origin.
+            indices: The dataset index of each sample in the batch, or None if unknown.
         """
         rank = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
@@ -56,7 +56,12 @@ class SampleReports:
         return message
 
     def report_dropped_samples(self, outcome: Outcome, batch: Any) -> None:
-        """Record that samples were left out of a step, and quarantine them."""
+        """Record that the samples that caused NaN or Inf were left out, and quarantine them.
+
+        Args:
+            outcome: The outcome of the step, which includes the provenance.
+            batch: The batch passed to the step.
+        """
         provenance = outcome.provenance
         assert provenance is not None
         indices = self.dataset_indices(outcome, batch)
@@ -68,8 +73,8 @@ class SampleReports:
             try:
                 cursor.quarantine(bad_indices, reason)
             except LoaderError as error:
-                # The step is committed anyway. Samples that are not quarantined will be left out
-                # again the next time the loader yields them.
+                # The step is not affected. Samples that could not be quarantined are left out again
+                # the next time the loader yields them.
                 self._record.emit(run_events.QuarantineFull(error=error.what))
 
     def report_dropped_micro_batches(self, outcome: Outcome, batch: Any) -> None:
@@ -90,16 +95,22 @@ class SampleReports:
         )
 
     def dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
-        """Return the dataset index of each sample in the step's batch, or None if unknown."""
+        """Return the dataset index of each sample in the step's batch, or None if unknown.
+
+        Args:
+            outcome: The outcome of the step.
+            batch: The batch passed to the step.
+        """
         cursor = self._cursor
         if cursor is None:
             return None
-        # `outcome.size` is that of the last attempt, from which samples may have been removed.
+        # `outcome.size` is the batch size of the last attempt. Add the samples that were removed
+        # from the batch before it.
         size = None if outcome.size is None else outcome.size + len(outcome.dropped)
         return cursor.sample_indices(batch, size)
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data as fields of an event."""
+        """Return the epoch and the batch number as fields for an event."""
         cursor = self._cursor
         return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
 
@@ -110,7 +121,7 @@ def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[in
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Return the first five numbers as text, such as "3, 8"."""
+    """Return up to five numbers as text, such as "3, 8", with an ellipsis if there are more."""
     text = ", ".join(map(str, numbers[:5]))
     if len(numbers) > 5:
         text += ", ..."

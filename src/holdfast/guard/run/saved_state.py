@@ -1,6 +1,6 @@
-"""Gather the state that a checkpoint holds from the objects of a run.
+"""Gather the state for a checkpoint from the objects of a run.
 
-``saving`` writes this state, and ``restoration`` loads it.
+``saving`` writes the gathered state, and ``restoration`` loads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SavedState:
     Args:
         context: The shared objects of the run.
         directory: The run directory.
-        chooser: Decides when to save. The measured cost of saves is part of the state.
+        chooser: Decides when to save. The save costs that it has measured are saved too.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class SavedState:
         self.settings = RunSettings(context.parts, context.record)
         # The per-rank state for the next checkpoint. None with a single rank.
         self._of_ranks: dict[str, Any] | None = None
-        # A position, and the random state to save at that position instead of the current one.
+        # A position, and the random state to save at that position instead of the process's
+        # current random state.
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None
 
     def position(self) -> tuple[int, int]:
@@ -59,13 +60,14 @@ class SavedState:
 
         Together, these two numbers identify a position. Every step or batch changes at least one of
         them, but the end of an epoch changes neither.
-
-        They are the global step and the number of batches trained.
         """
         return self._record.global_step, 0 if self._cursor is None else self._cursor.trained
 
     def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and tensors that must not contain NaN or Inf when the state is saved."""
+        """Yield the name and value of each tensor that must be finite for the state to be saved.
+
+        These are the trainable parameters, the optimizer state and running statistics.
+        """
         names: dict[int, str] = {}
         parameter: torch.Tensor
         for name, parameter in self._parts.named_parameters():
@@ -78,16 +80,16 @@ class SavedState:
         yield from self._context.buffers.running_statistics()
 
     def components(self) -> dict[str, Any]:
-        """Return the state by component."""
+        """Return the state of the run, as one tree for each component of a checkpoint."""
         return gather(self._parts, self.training())
 
     def components_if_finite(self) -> dict[str, Any] | None:
-        """Return the state by component, or None if it contains NaN or Inf."""
+        """Return the value of `components`, or None if the state contains NaN or Inf."""
         bad, _ = nonfinite_tensors(self.must_be_finite())
         return None if bad else self.components()
 
     def training(self) -> dict[str, Any]:
-        """Return the guard's own state, which is the component "training" of a checkpoint."""
+        """Return the guard's own state, which becomes the component "training" of a checkpoint."""
         self.settings.report_changed_groups()
         state: dict[str, Any] = {}
         if self._of_ranks is not None:
@@ -116,7 +118,10 @@ class SavedState:
         )
 
     def keep_random_state(self, random_state: RandomState) -> None:
-        """Save this random state with the current position, instead of that of the process."""
+        """Make saves at the current position contain this random state.
+
+        Otherwise, they would contain the process's random state.
+        """
         self._drawn_at = (self.position(), random_state)
 
     # --- several ranks
@@ -126,6 +131,12 @@ class SavedState:
 
         Args:
             is_busy: Returns whether this rank is still writing the previous checkpoint.
+
+        Returns:
+            Whether any rank is still writing the previous checkpoint. False with a single rank.
+
+        Raises:
+            PolicyError: H108 if the optimizers hold different tensors on different ranks.
         """
         self._of_ranks = self.states_of_ranks(is_busy)
         if self._of_ranks is None:
@@ -139,9 +150,10 @@ class SavedState:
         return any(busy)
 
     def _check_state_is_alike(self) -> None:
-        """Raise H108 on all ranks if their optimizers hold different tensors.
+        """Raise H108 on all ranks if the ranks' optimizers hold different tensors.
 
-        Only the first rank saves the optimizer state, on behalf of all ranks.
+        The tensors must be alike because only the first rank saves the optimizer state, on behalf
+        of all ranks.
         """
         optimizers = self._parts.optimizers.items()
         forms = {
@@ -181,10 +193,9 @@ class SavedState:
         )
 
     def _unsaved_buffers(self) -> list[str]:
-        """Return the names of mutable buffers with ``persistent=False``, which no ``state_dict``
-        contains.
+        """Return the names of changing buffers that are registered with ``persistent=False``.
 
-        These are in no ``state_dict``.
+        No ``state_dict`` contains these buffers.
         """
         changing = self._context.buffers.now()
         return [
@@ -200,10 +211,10 @@ class SavedState:
         return {"buffers": self._own_tensors(), "states": self._own_states()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the buffers and frozen weights that may differ between ranks, by name.
+        """Return the buffers and frozen weights that may differ between ranks, keyed by name.
 
-        These are buffers that are not broadcast, frozen weights that the wrapper ignores, and the
-        buffers of averaged models.
+        These are buffers that are not broadcast, frozen weights that DistributedDataParallel
+        ignores, and the buffers of averaged models.
         """
         keeper = self._context.buffers
         parts = self._parts
@@ -216,8 +227,8 @@ class SavedState:
                 if not p.requires_grad
             }
             own |= {name: frozen[name] for name in self._ranks.ignored if name in frozen}
-        # The buffers of an averaged model depend on the rank's batches, even if the buffers of the
-        # model are broadcast.
+        # The buffers of an averaged model depend on the batches of this rank, even if the buffers
+        # of the model itself are broadcast.
         for model_name, average in parts.averages.items():
             own |= {
                 f"averaged.{model_name}.{key}": buffer
@@ -226,9 +237,10 @@ class SavedState:
         return {name: tensor.detach() for name, tensor in own.items()}
 
     def _own_states(self) -> dict[str, Any]:
-        """Return the state of the ``state=`` objects.
+        """Return the states of the ``state=`` objects, keyed by name.
 
-        Averaged models are left out, since their weights are equal on all ranks.
+        Averaged models are left out, since their weights are equal on all ranks. An object whose
+        state cannot be saved is left out too, and an event reports it.
         """
         averages = {id(average) for average in self._parts.averages.values()}
         own = {}
@@ -240,7 +252,8 @@ class SavedState:
                 Encoder(f"state.{name}").encode(tree)
             except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
                 let_through(error)
-                # The first rank raises the same error when it saves.
+                # The first rank encounters the same error when it saves, so only the others report
+                # it here.
                 if self._ranks.rank:
                     self._record.emit(run_events.SaveFailed(error=describe_error(error)))
             else:
@@ -248,7 +261,11 @@ class SavedState:
         return own
 
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
-        """Restore the buffers and frozen weights that may differ between ranks."""
+        """Restore the buffers and frozen weights that may differ between ranks.
+
+        Args:
+            training: The guard's own part of a saved state, with this rank's values.
+        """
         saved = training.get("buffers", {})
         self._context.buffers.load(saved)
         if not saved:
@@ -258,5 +275,5 @@ class SavedState:
                 tensor.copy_(saved[name])
 
     def of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the guard's own state, with this rank's values where ranks differ."""
+        """Return a saved state of the guard, with this rank's values where the ranks differ."""
         return {**training, **self._ranks.own_state(training)}

@@ -1,4 +1,4 @@
-"""The session of a run in one process, from opening the run directory to closing it.
+"""The session of a run in one process: opening the run directory, saving, and closing it.
 
 ``saved_state`` defines the state of a run, ``restoration`` resumes and rolls back, and ``saving``
 decides when and how checkpoints are written.
@@ -44,7 +44,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import CheckedScalars, outlets
 
-# Created once, since `log` may be called in every step.
+# Returned by `recording` while the run is open. Created once, since `log` may be called often.
 _OPEN = contextlib.nullcontext()
 _CHANGED = (
     "the weights, buffers or moments were changed without a step, so they are not those that"
@@ -80,15 +80,16 @@ class Session:
         self.saved_state = SavedState(context, directory, chooser)
         self.saving = self._new_saving(context, chooser)
         self.snapshots = Snapshots(context.policy.snapshot_interval_steps, clock, available_bytes)
-        # Memory that the engine may free.
+        # Memory that the engine may free after an out-of-memory error.
         self.reserves = Reserves(self.snapshots, self.saving)
         self.restoration = Restoration(
             context, directory, self._store, self.saved_state, self.saving, self.snapshots
         )
-        # The id of the newest checkpoint at the time when this session last closed the directory.
+        # The id of the newest checkpoint when this session last closed the directory. None if it
+        # is unknown.
         self._newest_id: int | None = None
-        # The optimizers that have not stepped yet. Their state is checked after their first step,
-        # which creates most of it.
+        # The names of the optimizers that have not stepped yet. An optimizer's state is checked
+        # after its first step, which creates most of the state.
         self._new_state = set(context.parts.optimizers)
 
     def _new_saving(self, context: RunContext, chooser: IntervalChooser) -> Saving:
@@ -115,8 +116,14 @@ class Session:
         return self.record.is_open
 
     def open(self) -> None:
-        """Lock the run directory and continue its recording."""
-        # An abandoned guard in this process holds the lock until its last save is written.
+        """Lock the run directory, and open the recording.
+
+        Raises:
+            RunDirectoryError: H301 if another run has locked the directory. H306 if another process
+                has continued the run. H302 if the directory or the recording is not writable.
+        """
+        # Wait, because an abandoned guard in this process holds the lock until its last save is
+        # written.
         wait_for_jobs(self._directory.path)
         self._directory.acquire()
         try:
@@ -138,7 +145,7 @@ class Session:
             guarded[id(optimizer)] = (name, weakref.ref(self.record))
 
     def _describe(self) -> None:
-        """Record the settings of the run: optimizers, batch size, and non-default policy fields."""
+        """Record the optimizers, their settings, the batch size and non-default policy fields."""
         settings: dict[str, Any] = {}
         for field in fields(self.policy):
             value = getattr(self.policy, field.name)
@@ -153,16 +160,16 @@ class Session:
         self.record.describe(settings)
 
     def check_not_in_step(self) -> None:
-        """Raise H209 inside a loss function, and H105 while the models hold averaged weights."""
+        """Raise H209 if a step is in progress, or H105 if the models hold averaged weights."""
         if self.state.is_attempting:
             raise called_inside("step")
         self.check_averages()
 
     def check_averages(self, *, required: bool = False) -> None:
-        """Raise H105 while the models hold averaged weights.
+        """Raise H105 if the models hold averaged weights at the moment.
 
         Args:
-            required: Whether to raise H105 also if the guard has no averaged weights.
+            required: Whether to raise H105 also if the guard has no average.
         """
         if self.state.averaged or (required and not self.parts.averages):
             problem = "guard.averaged() without an average"
@@ -183,6 +190,7 @@ class Session:
 
     def _check_not_continued(self) -> None:
         """Raise H306 if another process has saved since this session closed the directory."""
+        # The newest checkpoint has the id before the next free one.
         if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
             raise RunDirectoryError(
                 f"another process has continued the run in {self._directory.path}",
@@ -192,15 +200,15 @@ class Session:
             )
 
     def close(self, how: End | None = None) -> None:
-        """Wait for the save that is being written, end the recording, and unlock the directory.
+        """Wait for a save in progress, end the recording, and unlock the directory.
 
         Args:
-            how: How the run ended, as for `RunRecord.close`.
+            how: How the run ended; see `RunRecord.close`.
         """
         try:
             self.saving.finish()
-            # A refused save concerns only the current state. The script may repair it before it
-            # opens the run again.
+            # Discard a refusal to save, since it concerns only the current state, which the script
+            # may repair before it opens the run again.
             self.saving.take_refusal()
             if self.is_open:
                 note_last_step(self._directory.run_id, self.record.global_step)
@@ -224,8 +232,7 @@ class Session:
             self._directory.release()
 
     def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which events or numbers can be recorded, even after the end of the
-        run.
+        """Return a context in which events or numbers can be recorded, even after the run ended.
 
         Args:
             events: Whether events will be recorded. False for numbers only.
@@ -237,7 +244,7 @@ class Session:
 
     @contextlib.contextmanager
     def _after_the_loop(self, *, events: bool) -> Iterator[None]:
-        """Reopen the record of a run that has ended, and close it again with the same ending."""
+        """Reopen the recording of an ended run, and close it again with the same ending on exit."""
         ending = self.record.ended
         with contextlib.ExitStack() as stack:
             self._directory.acquire()
@@ -248,14 +255,14 @@ class Session:
             yield
 
     def log(self, scalars: CheckedScalars, step: int | None = None) -> None:
-        """Record numbers.
+        """Record the user's numbers with the current epoch.
 
         Args:
             scalars: The numbers by name.
-            step: The step to record the numbers for. None for the current step.
+            step: The step to record the numbers for. Defaults to the current step.
 
         Raises:
-            RunDirectoryError: H301 if the run is closed and another one has locked the directory.
+            RunDirectoryError: H301 if this run is closed and another run has locked the directory.
         """
         with self.recording(events=False):
             epoch = None if self.cursor is None else self.cursor.epoch
@@ -264,7 +271,7 @@ class Session:
             )
 
     def statistics(self) -> Statistics:
-        """Return the run's current totals. With fp16 this synchronizes with the device once."""
+        """Return the run's current totals. With fp16, this synchronizes with the device once."""
         counters = self.counters
         saving = self.saving.collected()
         plan = self.ladder.plan
@@ -287,14 +294,17 @@ class Session:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether losses look normal. While a spike is suspected, saves are postponed."""
+        """Return whether losses and gradient norms look normal. If not, due saves are postponed."""
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def check_new_state(self, names: Sequence[str]) -> None:
-        """Raise H310 or H105 if no checkpoint can hold the state of an optimizer.
+        """Raise H310 or H105 if an optimizer's state cannot be saved in a checkpoint.
 
-        This is called after each step, but checks only the first step of each optimizer. Without
-        this check, every save would fail, and the whole run would be lost.
+        This is called after each step, but checks each optimizer only after its first step. Without
+        the check, every save would fail, and the whole run could be lost.
+
+        Args:
+            names: The names of the optimizers that have just stepped.
         """
         if self._new_state:
             new = self._new_state.intersection(names)
@@ -303,20 +313,22 @@ class Session:
                 check_saveable(self.parts, new)
 
     def save_first(self) -> None:
-        """Save a checkpoint before the first step, so that the run can always roll back."""
+        """Save a checkpoint before the run's first step, so that the run can always roll back."""
         self._exchange_states()
         self.saving.save_first()
 
     def save(self) -> None:
-        """Save a checkpoint of the current state and wait until it is written.
+        """Save a checkpoint of the current state, and wait until it is written.
 
-        Nothing is saved while the state is incomplete, for example after a step has failed partway.
+        Nothing is saved if the state is incomplete, for example because a step failed partway.
         """
         self._exchange_states()
         self.saving.save()
 
     def save_current(self, and_then: Callable[[Entry], None]) -> Entry | None:
-        """Return the checkpoint of the current state. If the run is open, save one now.
+        """Save a checkpoint of the current state if the run is open, and return it.
+
+        If the run is closed, the newest checkpoint is returned if it holds the current state.
 
         Args:
             and_then: Function that the first rank calls with the checkpoint. If it raises an
@@ -346,7 +358,7 @@ class Session:
         return chosen_on_first_rank(self.ranks, self._store, newest_if_current)
 
     def save_when_due(self) -> None:
-        """Start saving the current state in the background."""
+        """Start saving the current state in the background, because a save is due."""
         self.saving.save_when_due(busy=self._exchange_states())
 
     def _exchange_states(self) -> bool:
@@ -358,28 +370,29 @@ class Session:
         return self.saved_state.exchange(lambda: self.saving.is_busy)
 
     def states_of_ranks(self) -> dict[str, Any] | None:
-        """Return the state that a checkpoint holds for each rank; see `Ranks.gather_states`."""
+        """Return the per-rank state for a checkpoint; see `Ranks.gather_states`."""
         return self.saved_state.states_of_ranks(lambda: self.saving.is_busy)
 
     def save_unsaved(self, open_again: Callable[[], None]) -> None:
-        """When a run is closed, save steps or changes of state that are in no checkpoint.
+        """Save steps or other changes of state that are not in a checkpoint yet.
 
-        Weights or moments that the script has changed without a step are not saved. The script may
-        have replaced them by an average, cast them for an export, or collected statistics on other
-        data.
+        This is called when a run is closed. Weights or moments that the script has changed without
+        a step are not saved, since the script may have replaced them with an average, cast them for
+        an export, or collected statistics on other data.
 
         Args:
             open_again: Opens the run directory if it is closed.
         """
         self.saving.finish()
         if self.ranks.has_left_group:
-            # The shards of the other ranks can no longer be collected.
+            # The shards of the other ranks can no longer be collected, so nothing can be saved.
             return
         self._exchange_states()
         try:
             if not self.saving.has_unsaved:
                 if self.ranks.shards_state:
-                    # A rank cannot know whether another rank has changed its shard.
+                    # This rank cannot know whether another rank has changed its shard without a
+                    # step.
                     return
                 entry = self._checkpoint_to_replace()
                 if entry is None:
@@ -399,9 +412,9 @@ class Session:
         self.saving.save_again()
 
     def _checkpoint_to_replace(self) -> Entry | None:
-        """Return the checkpoint of this position, if state has changed since then without a step.
+        """Return the checkpoint of the current position if state has changed since it was saved.
 
-        Returns None if nothing has changed, or if the checkpoint must not be replaced.
+        Return None if nothing has changed, or if the checkpoint must not be replaced.
         """
         entry = self.saving.saved_as
         if (
@@ -409,8 +422,8 @@ class Session:
             or not self.saving.may_save_more
             or (self.cursor is not None and self.cursor.left_in_batch)
         ):
-            # Nothing may be saved now. For example, the loop was left in the middle of a batch,
-            # which is not a position to resume from.
+            # Nothing may be saved now. For example, the loop was left in the middle of a batch, so
+            # a run could not resume from this position.
             return None
         if [newest.save_id for newest in self._store.entries()[:1]] != [entry.save_id]:
             # Another process has continued the run.
@@ -418,10 +431,13 @@ class Session:
         return entry if changes_without_a_step(self.parts, entry) else None
 
     def _keep_random_state_of(self, entry: Entry) -> None:
-        """Make the next save of this position reuse the random state of its current checkpoint.
+        """Make the next save at this position reuse the random state in an existing checkpoint.
 
-        Random numbers that the script draws before a loop, or after it has left one in the middle
-        of an epoch, are not part of training.
+        Random numbers that the script draws before a loop, or after leaving a loop in the middle of
+        an epoch, are not part of training.
+
+        Args:
+            entry: The checkpoint of the current position.
         """
         if self.cursor is None:
             return

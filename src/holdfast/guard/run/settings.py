@@ -17,27 +17,28 @@ class RunSettings:
 
     Args:
         parts: The models, optimizers and further state of the run.
-        record: Where differences are recorded.
+        record: The recording that receives events about differences.
     """
 
     def __init__(self, parts: Parts, record: RunRecord) -> None:
         self._parts = parts
         self._record = record
         self._begun_with = parts.settings()
-        # The number of parameter groups. None after a change was reported.
+        # The number of parameter groups of all optimizers. None once a change was reported.
         self._groups: int | None = len(parts.rates())
 
     @property
     def begun_with(self) -> dict[str, Any]:
-        """Return the settings at the start of the run, by their names in `Parts.settings`."""
+        """Return the settings at the start of the run, keyed as in `Parts.settings`."""
         return self._begun_with
 
     def restore(self, begun_with: dict[str, Any]) -> None:
-        """Restore the settings in a checkpoint, and report the script's settings that they
-        override.
+        """Adopt the settings in a checkpoint, and report those that the script has changed.
+
+        The settings in the checkpoint override those in the script.
 
         Args:
-            begun_with: The settings at the start of the run.
+            begun_with: The settings in the checkpoint, which are those at the start of the run.
         """
         own_settings = self._begun_with
         self._begun_with = begun_with
@@ -50,7 +51,7 @@ class RunSettings:
             self._record.emit(run_events.SettingsKept(changed=tuple(changed[:_MOST_NAMES])))
 
     def report_changed_groups(self) -> None:
-        """Report once that an optimizer has a different number of parameter groups than before."""
+        """Report once if the number of parameter groups has changed since the guard was created."""
         if self._groups is not None and self._groups != len(self._parts.rates()):
             self._groups = None
             self._record.emit(run_events.GroupsChanged())

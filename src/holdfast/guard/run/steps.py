@@ -1,8 +1,8 @@
-"""Count and record the engine's steps, and recover from failed ones.
+"""Count and record the engine's steps, and recover from failed steps.
 
-`Steps` runs a step with the engine, counts it and records it. `Recovery` decides what to do about a
-step that was refused (NaN or Inf, a loss spike) or whose optimizer failed: skip the batch, return
-to an earlier state, or stop.
+`Steps` runs a step with the engine, counts it and records it. `Recovery` decides how to continue
+after a step that was refused (NaN or Inf, a loss spike) or whose optimizer failed: skip the batch,
+return to an earlier state, or stop.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ from holdfast.numerics.decisions import (
 from holdfast.numerics.spikes import GOOD_AFTER, Level
 from holdfast.recorder.black_box import StepMark
 
-# A divergence counts as overcome after this many further steps. PaLM (2022) restarted about 100
-# steps before a spike and skipped 200 to 500 batches.
+# A divergence counts as overcome once the run is this many steps past it. For comparison, the
+# training of PaLM (2022) was restarted about 100 steps before a spike and skipped 200 to 500
+# batches.
 _STEPS_TO_OVERCOME_DIVERGENCE = 100
 
 
 class Trouble(Enum):
-    """Why steps are refused."""
+    """Why a step is refused."""
 
     NONFINITE = "NaN or Inf"
     DIVERGED = "divergence"
 
 
 class Recovery:
-    """Decides how to recover from a failed step, and does so."""
+    """Decides how to recover from a failed step, and carries out the decision."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._record = session.record
         self._policy = session.policy
         self.samples = SampleReports(session.record, session.cursor)
-        # The last step in which an optimizer failed partway.
+        # The global step at which an optimizer last failed partway through its step.
         self._failed_half_way_at: int | None = None
         self._optimizer_memory = OptimizerMemory(session.parts.optimizers.values())
 
@@ -94,6 +95,7 @@ class Recovery:
         decision = decide_after_spike(
             level,
             action=policy.spike_action,
+            # Include this step, which is counted only after it has been refused.
             hard_in_a_row=counters.spikes_in_a_row + 1,
             patience=policy.nonfinite_patience,
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
@@ -112,7 +114,7 @@ class Recovery:
         """Skip the batch, roll back or stop, after a step was refused.
 
         Returns:
-            Why the step was refused and what was done, as `StepResult.reason`.
+            Why the step was refused and what was done, for `StepResult.reason`.
         """
         self._session.counters.note_skipped_step()
         if outcome.decision is None:
@@ -126,8 +128,7 @@ class Recovery:
         reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
         if outcome.provenance is not None:
             if not math.isfinite(loss):
-                # NaN in the loss makes all gradients NaN, so the names of parameters would not
-                # help.
+                # NaN in the loss makes all gradients NaN, so naming parameters would not help.
                 reason = describe_nonfinite(loss, [], 0)
             indices = self.samples.dataset_indices(outcome, batch)
             reason += f"; {self.samples.report_origin(outcome.provenance, indices)}"
@@ -135,7 +136,8 @@ class Recovery:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
             self._record.emit(kind(loss_scale=outcome.loss_scale, reason=reason))
-            # fp16 training finds its loss scale by trial and error, so this is not a failure.
+            # fp16 training finds its loss scale by trial and error, so this is not a failure unless
+            # the scale has collapsed.
             if not collapsed:
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
         counters.note_nonfinite()
@@ -153,11 +155,15 @@ class Recovery:
 
         Args:
             decision: The decision.
-            reason: Why the step was refused, in words.
-            trouble: The kind of trouble that the refused step showed.
+            reason: Why the step was refused, as text.
+            trouble: Why the step was refused, as a category.
 
         Returns:
-            Why the step was refused and what was done.
+            Why the step was refused and what was done, as text.
+
+        Raises:
+            NonFiniteError: H501 if the run must stop because of NaN or Inf.
+            DivergenceError: H503 if the run must stop because the loss has diverged.
         """
         self._record.emit(self._with_position(decision, trouble))
         if isinstance(decision, RollBack):
@@ -166,7 +172,8 @@ class Recovery:
             decision = self._decide_without_earlier_state(decision, reason, trouble)
             self._record.emit(self._with_position(decision, trouble))
         if isinstance(decision, Stop):
-            # If the script catches the error and continues, assume that it has fixed the cause.
+            # If the script catches the error and continues, assume that it has fixed the cause, and
+            # start counting failures from 0.
             self._session.counters.end_rows()
             if trouble is Trouble.DIVERGED:
                 # Diverged weights are never saved.
@@ -177,7 +184,7 @@ class Recovery:
     def _decide_without_earlier_state(
         self, decision: RollBack, reason: str, trouble: Trouble
     ) -> Decision:
-        """Decide what to do instead of a rollback if there is no earlier state."""
+        """Return the decision that replaces a rollback if there is no earlier state."""
         if trouble is Trouble.DIVERGED:
             return SkipStep(
                 reason=f"{reason}; there is no earlier state to return to",
@@ -191,7 +198,8 @@ class Recovery:
     def _roll_back(self, trouble: Trouble) -> bool:
         """Roll back to the last state before the first sign of trouble.
 
-        The batches since then are skipped.
+        The loader does not return to the position of that state, so the batches since then are
+        skipped.
 
         Args:
             trouble: Why the last step was refused.
@@ -218,9 +226,9 @@ class Recovery:
         """Restore the newest state that predates the trouble, or the newest of all if none does.
 
         The cause of a divergence may precede its first sign by some steps. Therefore, only a state
-        from at least `GOOD_AFTER` steps before the first sign is certain to be good. If there is
-        none, the newest state before the first sign is used. If the run fails again, a second
-        rollback goes further back.
+        from at least `GOOD_AFTER` steps before the first sign is certain to be good. If there is no
+        such state, the newest state before the first sign is used. If the run then fails again, a
+        second rollback goes further back.
 
         Args:
             trouble: Why the last step was refused.
@@ -242,13 +250,16 @@ class Recovery:
         return None
 
     def after_refused_save(self, why: str) -> None:
-        """Roll back or stop, because a save was refused: the state to save contains NaN or Inf.
+        """Roll back or stop after a save was refused because the state contains NaN or Inf.
 
-        This can happen although every step looked good. For example, a finite gradient of 1e22
-        makes Adam's second moment infinite, since the moment is computed from its square.
+        This can happen even if every step looked good. For example, a finite gradient of 1e22 makes
+        Adam's second moment infinite, since the moment is computed from the gradient's square.
 
         Args:
             why: A message that names the tensors with NaN or Inf.
+
+        Raises:
+            NonFiniteError: H501 if the limit on rollbacks is reached or there is no earlier state.
         """
         decision = decide_after_nonfinite(
             reason=why,
@@ -264,7 +275,7 @@ class Recovery:
         raise self._error_of_lasting_trouble(why, Trouble.NONFINITE)
 
     def _error_of_lasting_trouble(self, reason: str, trouble: Trouble) -> HoldfastError:
-        """Return the error that stops a run whose trouble persists after all rollbacks."""
+        """Return the error that stops a run whose trouble has persisted after all rollbacks."""
         if trouble is Trouble.DIVERGED:
             return DivergenceError(
                 reason,
@@ -290,7 +301,7 @@ class Recovery:
         )
 
     def _with_position(self, decision: Decision, trouble: Trouble) -> Decision:
-        """Add the position in the data to a decision and, for a `Stop`, the error's rule."""
+        """Return a decision with the position in the data and, for a `Stop`, the error's rule."""
         facts = self.samples.position()
         if isinstance(decision, Stop):
             facts["rule"] = "H503" if trouble is Trouble.DIVERGED else "H501"
@@ -303,10 +314,14 @@ class Recovery:
 
         Args:
             partial: The error that the step engine raised.
-            rewind_data: Whether the loop can also return to the position of that state in the data.
+            rewind_data: Whether the loop can also return to the data position of that state.
 
         Returns:
-            Why the step was undone, as `StepResult.reason`.
+            Why the step was undone, for `StepResult.reason`.
+
+        Raises:
+            OutOfMemoryError: H402 if an optimizer has failed twice at the same step, or if the run
+                cannot roll back.
         """
         at_step = self._record.global_step
         twice = self._failed_half_way_at == at_step
@@ -315,6 +330,7 @@ class Recovery:
         if not twice:
             obstacle = self._return(rewind_data=rewind_data)
         if obstacle is not None:
+            # `at_step` is the number of committed steps, so the failed step is the next one.
             raise self._out_of_memory_error(
                 f"in the middle of step {at_step + 1} ({partial})", obstacle
             )
@@ -323,7 +339,8 @@ class Recovery:
         promise: Promise = "changes training"
         rewind_data = rewind_data and cursor is not None and cursor.goes_back
         if rewind_data:
-            # The steps are repeated, with optimizers that update one tensor at a time.
+            # The steps since the restored state are repeated with optimizers that update one tensor
+            # at a time, which may round differently from the foreach implementation.
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
@@ -331,9 +348,13 @@ class Recovery:
         return f"{partial}; returned to step {self._record.global_step}"
 
     def roll_back_again(self) -> None:
-        """Roll back to the last good state once more.
+        """Roll back to the last good state again, at the end of the loop body.
 
-        The rest of the loop body has run on the restored state and may have changed it.
+        After the first rollback, the rest of the loop body has run and may have changed the
+        restored state.
+
+        Raises:
+            OutOfMemoryError: H402 if the run cannot roll back.
         """
         obstacle = self._return(rewind_data=True)
         if obstacle is not None:
@@ -344,10 +365,10 @@ class Recovery:
         self._optimizer_memory.release()
 
     def _return(self, *, rewind_data: bool) -> str | None:
-        """Return to the last good state.
+        """Roll back to the last good state.
 
         Returns:
-            None, or why the rollback was impossible.
+            None if the run has rolled back, otherwise the reason why it could not.
         """
         try:
             returned = self._session.restoration.roll_back(rewind_data=rewind_data)
@@ -364,7 +385,7 @@ class Recovery:
     def _updates_many_at_once(self) -> bool:
         """Return whether any optimizer uses torch's foreach implementation.
 
-        On accelerators, torch uses it by default, that is, with ``foreach=None``.
+        On accelerators, torch uses that implementation by default, with ``foreach=None``.
         """
         is_default = self._session.parts.device_type() != "cpu"
         groups = [
@@ -376,11 +397,11 @@ class Recovery:
         return any(foreach or (foreach is None and is_default) for foreach in settings)
 
     def _out_of_memory_error(self, when: str, obstacle: str) -> OutOfMemoryError:
-        """Record that the run stops, and return H402 for an optimizer that ran out of memory.
+        """Record that the run stops, and return an H402 error for an optimizer out of memory.
 
         Args:
-            when: When the optimizer ran out of memory, as part of a sentence.
-            obstacle: Why the run cannot return to an earlier state.
+            when: When the optimizer ran out of memory, such as ``"in the middle of step 7"``.
+            obstacle: Why the run cannot return to an earlier state, as a clause.
         """
         reason = f"an optimizer ran out of memory {when}; {obstacle}"
         self._record.emit(Stop(reason=reason, promise="bit-exact", rule="H402"))
@@ -398,7 +419,7 @@ class Recovery:
 class Steps:
     """Runs the steps of `Guard.step` with the step engine.
 
-    ``accumulation`` also uses its attributes, to run one step over several batches.
+    `Accumulation` also uses this object's attributes, to run one step over several batches.
     """
 
     def __init__(self, session: Session, engine: StepEngine, recovery: Recovery) -> None:
@@ -412,7 +433,14 @@ class Steps:
     def step(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None
     ) -> StepResult:
-        """Run a step; see `Guard.step`."""
+        """Run a step; see `Guard.step`.
+
+        Args:
+            batch: The batch.
+            loss_fn: The loss function.
+            names: The names of the optimizers to step.
+            split: The position of the batch dimension, or None to use the guard's `split`.
+        """
         state = self.session.state
         diagnosis = self.engine.diagnosis
         started = self._clock.monotonic_seconds()
@@ -436,8 +464,8 @@ class Steps:
             StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0
         )
         try:
-            # An out-of-memory of any allocator must have become an `OutOfMemoryError` before the
-            # handlers below check its type.
+            # Out-of-memory errors from all allocators must be converted to `OutOfMemoryError`
+            # before the handlers below check the type of the error.
             with naming_lack_of_memory("running a step"):
                 judge = partial(self.recovery.judge, series)
                 outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
@@ -448,7 +476,7 @@ class Steps:
         except BaseException as error:
             state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
-                # The weights are still those of the last committed step.
+                # The weights are still those of the last committed step, so they can be saved.
                 self.session.saving.save()
             raise
         else:
@@ -475,7 +503,7 @@ class Steps:
         """Return to an earlier state after an optimizer ran out of memory in its step.
 
         Do not call this inside the exception handler, which would keep the frames of the failed
-        step and their memory alive.
+        step alive and thus their memory allocated.
         """
         state = self.session.state
         try:

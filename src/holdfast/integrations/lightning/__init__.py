@@ -4,9 +4,9 @@
     Trainer(strategy=HoldfastDDPStrategy(), devices=2)   # several processes; or "holdfast_ddp"
     Trainer(plugins=[VerifiedCheckpointIO()])            # checkpoint files only
 
-With a strategy, Lightning still provides ``training_step``, ``self.log``, hooks, accumulation,
-schedules, precision and clipping, in the usual order. As long as nothing goes wrong, the results
-are bit-for-bit identical to those of plain Lightning. Differences:
+With a strategy, ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and
+clipping still work as in Lightning, in the usual order. As long as nothing goes wrong, the results
+are bit-for-bit identical to those of plain Lightning. These are the differences:
 
 - When ``on_before_zero_grad`` is called, the gradients of the last step no longer exist.
 - ``on_before_optimizer_step`` sees clipped gradients, unless ``configure_gradient_clipping`` is
@@ -16,12 +16,12 @@ are bit-for-bit identical to those of plain Lightning. Differences:
 - If a batch is split, ``training_step`` is called once for each part, and the logged values are
   means over the parts.
 
-With ``accumulate_grad_batches``, each window of batches is one step, and each batch in it is a
-transaction.
+With ``accumulate_grad_batches``, each window of batches is one step, and each batch in the window
+is a transaction.
 
 Checkpoints contain the random state, so training resumes with the same dropout. With a
-`holdfast.DataLoader`, it also resumes with the same batches. With torch's loader, it does so only
-if the checkpoint is from the end of an epoch.
+`holdfast.DataLoader`, it also resumes with the same batches. With torch's loader, the batches are
+the same only if the checkpoint is from the end of an epoch.
 
 Read in this order: ``strategy`` (opens the guard in ``fit`` and closes it), ``optimization``,
 ``automatic_optimization`` and ``manual_optimization`` (run the steps), ``step_logs`` (corrects

@@ -1,12 +1,12 @@
 """Automatic optimization: turn Lightning's optimizer steps into steps of a guard.
 
 Lightning passes a closure to the optimizer. This module uses the closure as the loss function of
-the guard's step: it runs ``training_step`` and its hooks on the batch, or on a part of it, without
-a backward pass.
+the guard's step: the closure runs ``training_step`` and its hooks on the batch, or on a part of
+the batch, without a backward pass.
 
 With accumulation, Lightning calls its closure without an optimizer for all batches of a window
-except the last one. For those batches, ``training_step`` itself lets the guard accumulate the
-gradients.
+except the last one. For those batches, the strategy's ``training_step`` makes the guard accumulate
+the gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 class AutomaticOptimization(Optimization):
     """Runs the steps that Lightning requests in automatic optimization.
 
-    Takes the arguments of `Optimization` and one more.
+    It takes the arguments of `Optimization` and one more.
 
     Args:
         run_training_step: Function that runs ``training_step`` as Lightning's own strategy does.
@@ -58,20 +58,20 @@ class AutomaticOptimization(Optimization):
         )
         # The arguments of ``training_step`` after the batch.
         self._further_args: tuple[Any, ...] = ()
-        # The closure of the current optimizer step, or None outside of one.
+        # The closure of the current optimizer step, or None outside an optimizer step.
         self._closure: Callable[[], Any] | None = None
-        # The part of the batch whose loss the guard is computing, and that loss.
+        # The part of the batch whose loss is being computed for the guard, and the loss.
         self._part: Any = None
         self._loss: torch.Tensor | None = None
-        # What ``training_step``, or Lightning's closure around it, has returned in this attempt.
+        # The last output of ``training_step``, or of Lightning's closure, in this attempt.
         self._output: Any = None
 
     @property
     def makes_steps(self) -> bool:
         """Return whether the guard runs a step on the current batch.
 
-        It does not while ``StochasticWeightAveraging`` runs batches through the averaged model only
-        to update BatchNorm.
+        The guard runs no step while ``StochasticWeightAveraging`` passes batches through the
+        averaged model only to update BatchNorm.
         """
         return not self._trainer.fit_loop._skip_backward
 
@@ -81,26 +81,27 @@ class AutomaticOptimization(Optimization):
         return int(self._trainer.accumulate_grad_batches)
 
     def close(self) -> None:
-        """Remove the hooks of the optimizers."""
+        """Remove this object's hooks from the optimizers."""
         for hook in self._optimizer_hooks:
             hook.remove()
 
     # --- Steps ---
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, because a step may need it several times."""
+        """Store the batch, because a step may need it several times."""
         super().begin_batch(batch, batch_idx)
         self._further_args = (batch_idx,) if self._takes_batch_index else ()
         if batch_idx % self._batches_per_step == 0:
-            # Lightning resets the gradients here. If the module overrides ``optimizer_step``, some
-            # may be left from the previous window.
+            # Lightning resets the gradients at the start of a window. If the module overrides
+            # ``optimizer_step``, some may be left from the previous window.
             self.accumulation.forget()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step``, called by the guard or by Lightning.
+        """Run ``training_step`` for the guard, or accumulate the gradients of a batch.
 
-        Lightning calls this method for a batch that does not complete a step. In that case, the
-        guard has already run the backward pass, and the returned loss has no graph.
+        The second case applies if Lightning calls this method, which it does for a batch that does
+        not complete a step. The guard then runs the backward pass, so the returned loss has no
+        graph.
         """
         if self.is_called_by_guard:
             output = self._run_training_step(self._part, *args[1:], **kwargs)
@@ -115,8 +116,8 @@ class AutomaticOptimization(Optimization):
         """Run the step that ends with this batch, and return its loss.
 
         Args:
-            closure: Lightning's closure, which runs ``training_step`` and hooks. The guard runs the
-                backward pass instead of the closure.
+            closure: Lightning's closure, which runs ``training_step`` and hooks. The backward pass
+                is run by the guard rather than by the closure.
         """
         self._closure = closure
         try:
@@ -124,7 +125,8 @@ class AutomaticOptimization(Optimization):
         finally:
             self._closure = None
         if not isinstance(closure, AbstractClosure):
-            # The module's own ``optimizer_step`` has wrapped Lightning's closure.
+            # The module's own ``optimizer_step`` has wrapped Lightning's closure, which therefore
+            # cannot receive the output.
             return result.loss
         if self._logs.num_parts > 1:
             output.loss = result.loss / self._batches_per_step
@@ -135,10 +137,11 @@ class AutomaticOptimization(Optimization):
         """Run a step, or add the gradients of one batch to it.
 
         Args:
-            make: Function that takes the batch and the loss function, such as `Accumulation.step`.
+            make: Function that takes the batch and the loss function, and runs the step or adds the
+                gradients, such as `Accumulation.step`.
 
         Returns:
-            The result, and the last output of ``training_step``.
+            The result of the step, and the last output of ``training_step``.
         """
         self._logs.begin_step()
         self.skipped = True
@@ -156,7 +159,7 @@ class AutomaticOptimization(Optimization):
         self._output = None
 
     def _loss_of_part(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch or a part of it. This is the guard's loss function."""
+        """Return the loss of the batch or of a part of it, as the loss function of the guard."""
         self._part = part
         self.is_called_by_guard = True
         try:
@@ -188,9 +191,9 @@ class AutomaticOptimization(Optimization):
             self._call_hooks("on_before_backward", self._loss)
 
     def _call_closure(self, closure: Callable[[], Any]) -> None:
-        """Call Lightning's closure, but keep the gradients of earlier parts.
+        """Call Lightning's closure, but keep the gradients of the batch's earlier parts.
 
-        The closure resets all gradients.
+        The closure itself would reset all gradients.
         """
         parameters: list[torch.Tensor] = []
         if self._logs.num_parts:
@@ -207,7 +210,10 @@ class AutomaticOptimization(Optimization):
     # --- Hooks ---
 
     def call_backward_hooks(self) -> None:
-        """Call Lightning's hooks around the backward pass, which the guard runs itself."""
+        """Call Lightning's hooks before or after the backward pass, which the guard runs itself.
+
+        When the guard computes a loss, the backward pass follows. Otherwise, it is already done.
+        """
         if self.is_called_by_guard:
             self._call_hooks("on_before_backward", self._loss)
         else:
@@ -217,7 +223,7 @@ class AutomaticOptimization(Optimization):
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Call Lightning's hooks between the backward pass and the step of an optimizer."""
         if self._closure is None:
-            # Other code is stepping the optimizer, outside of Lightning's optimizer step.
+            # Other code is stepping the optimizer outside Lightning's optimizer step.
             return
         self._call_hooks("on_after_backward")
         self._call_hooks("on_before_optimizer_step", optimizer)
@@ -237,7 +243,8 @@ class AutomaticOptimization(Optimization):
 def _without_graph(output: Any) -> Any:
     """Return the output of ``training_step`` with its loss detached.
 
-    Lightning keeps a reference to the output, which would keep the graph in memory.
+    Lightning keeps a reference to the output. If the loss were not detached, the reference would
+    keep the autograd graph in memory.
     """
     if isinstance(output, torch.Tensor):
         return output.detach()
@@ -247,9 +254,10 @@ def _without_graph(output: Any) -> Any:
 
 
 def lightning_clips(module: Any) -> bool:
-    """Return whether Lightning clips gradients: by value, or in a method that the module overrides.
+    """Return whether Lightning clips the gradients instead of the guard.
 
-    In all other cases, the guard clips them.
+    Lightning does so if gradients are clipped by value, or if the module overrides
+    ``configure_gradient_clipping``.
     """
     if module.trainer.gradient_clip_algorithm == "value":
         return True

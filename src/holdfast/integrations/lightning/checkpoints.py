@@ -1,8 +1,8 @@
-"""Keep Lightning's checkpoint files complete and verified, and never remove the last good one.
+"""Seal and verify Lightning's checkpoint files, and never remove the last good file.
 
-Each file ``name.ckpt`` has a manifest, ``name.ckpt.manifest.json``, which contains its digest. The
-manifest is written last, so a file without one is incomplete. Lightning's ``ModelCheckpoint`` and
-``Trainer`` decide when to save and what to save.
+Each file ``name.ckpt`` has a manifest, ``name.ckpt.manifest.json``, which contains the file's
+digest. The manifest is written last, so a file without a manifest is incomplete. Lightning's
+``ModelCheckpoint`` and ``Trainer`` decide when to save and what to save.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ load("lightning.pytorch")
 from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 
 CHECKPOINT_NAME = re.compile(r"[^.].*\.ckpt")
-# How many damaged tensors an event lists by name.
+# The maximum number of non-finite tensors that an event names.
 _MOST_NAMES = 5
 
 
 def checkpoint_folder(trainer: Any) -> Path | None:
-    """Return the folder where the trainer's ``ModelCheckpoint`` saves, or None without one."""
+    """Return the folder where the trainer's ``ModelCheckpoint`` saves, or None if there is none."""
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None)
         if folder:
@@ -57,9 +57,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     - Weights or optimizer state with NaN or Inf are not saved, and a disk error does not end
       training. An event reports either case.
-    - A file that fails verification is not loaded. The newest file in the same folder that
-      verifies is loaded instead.
-    - The last file that verifies is never removed.
+    - A file that fails verification is not loaded. The newest file in the same folder that passes
+      is loaded instead.
+    - The last file that passes verification is never removed.
 
     Remote paths are left to Lightning.
 
@@ -78,7 +78,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint file, flush it to disk and seal it."""
+        """Write a checkpoint file, flush it to disk and seal it, unless its state is not finite."""
         target = _local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -113,17 +113,17 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return self.load_verified(self.verified(path), *args, **kwargs)
 
     def load_verified(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a file that has already been verified."""
+        """Load a file without verifying it, because `verified` has returned it."""
         checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         return checkpoint
 
     def verified(self, path: Any) -> Any:
-        """Return the file if it verifies, otherwise the newest file in its folder that does.
+        """Return a file if it passes verification, otherwise the newest in its folder that does.
 
         A path that is remote or does not exist is returned unchanged.
 
         Raises:
-            CheckpointError: H312 if no file verifies, or if the path is a broken link.
+            CheckpointError: H312 if no file passes verification, or if the path is a broken link.
             RunDirectoryError: H307 if a file cannot be read at the moment.
         """
         target = _local_path(path)
@@ -149,7 +149,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     # --- Removing ---
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, unless it is the last one in its folder that verifies."""
+        """Remove a file, unless it is the last one in its folder that passes verification."""
         target = _local_path(path)
         if target is None or not target.is_file() or target.is_symlink():
             super().remove_checkpoint(path)
@@ -165,8 +165,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 def _publish(draft: Path, target: Path) -> None:
-    """Move a sealed draft to its final name, and its manifest after it."""
-    # Without a manifest, a file counts as unfinished, so a crash in between is harmless.
+    """Rename a sealed draft to its final name, and then its manifest."""
+    # A crash between the two renames is harmless, since a file without a manifest counts as
+    # unfinished.
     manifest_beside(target).unlink(missing_ok=True)
     draft.replace(target)
     fsync_path(target.parent)
@@ -175,12 +176,15 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file is hidden, like the temporary checkpoint of Lightning's ``Tuner``."""
+    """Return whether a file is hidden, as the temporary checkpoint of Lightning's ``Tuner`` is."""
     return path.name.startswith(".")
 
 
 def _is_last_good(path: Path) -> bool:
-    """Return whether this is the only checkpoint in its folder that verifies."""
+    """Return whether a file may be the only checkpoint in its folder that passes verification.
+
+    The file itself is not verified. It only has to be sealed.
+    """
     if _is_temporary(path) or not is_sealed(path):
         return False
     return not any(map(_verifies, _other_checkpoints(path)))
@@ -208,7 +212,7 @@ def _verifies(path: Path) -> bool:
 
 
 def _local_path(path: Any) -> Path | None:
-    """Return the path as a local path, or None if it is a URL."""
+    """Return a path or URL as a local path, or None if it is a URL."""
     text = os.fspath(path)
     return None if "://" in text else Path(text)
 
@@ -220,8 +224,8 @@ def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
     """Return the names of tensors whose values must not be saved.
 
     These are weights and buffers with NaN, and optimizer state with NaN or Inf. Inf is allowed in
-    the state dict, because it may be intended: the state dict also contains buffers, such as masks
-    and running minimums.
+    the module's state dict because it may be intended there: the state dict also contains buffers,
+    such as masks and running minimums.
     """
     weights = {
         name: value
@@ -235,7 +239,7 @@ def _nonfinite_names(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _optimizer_tensors(checkpoint: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the states of all optimizers, with readable names."""
+    """Yield each tensor in the states of all optimizers, with a readable name."""
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
         for parameter, state in optimizer.get("state", {}).items():
             if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""Delay ``ModelCheckpoint`` saves until after a validation or the end of an epoch."""
+"""Delay a ``ModelCheckpoint`` save if a validation or the end of an epoch is imminent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 class DelayedSaves:
     """Delays a save if a validation or the end of the epoch follows at the same batch.
 
-    Lightning would save first, and a run that resumed from that file would skip the validation or
-    the end of the epoch.
+    Lightning would save first, and a run that resumed from the saved file would skip the validation
+    or the end of the epoch.
 
     Args:
         callback: A ``ModelCheckpoint``. This object replaces three of its hooks until `remove` is
@@ -23,7 +23,7 @@ class DelayedSaves:
         self._save_at_batch_end = callback.on_train_batch_end
         self._after_validation = callback.on_validation_end
         self._after_epoch = callback.on_train_epoch_end
-        # The arguments of the delayed save, if one is waiting.
+        # The arguments of the callback's hook for each delayed save.
         self._waiting: list[tuple[Any, ...]] = []
         vars(callback).update(
             on_train_batch_end=self._on_train_batch_end,
@@ -50,7 +50,7 @@ class DelayedSaves:
         return bool(self._trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
     def _saves_after_validation(self) -> bool:
-        """Return whether the callback will save after the validation, because it has a metric."""
+        """Return whether the callback saves after the validation anyway, to monitor a metric."""
         if self._callback.monitor is None:
             return False
         return not self._callback._should_save_on_train_epoch_end(self._trainer)

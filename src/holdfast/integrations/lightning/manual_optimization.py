@@ -15,7 +15,8 @@ from holdfast.loader.splitting import Split
 class ManualOptimization(Optimization):
     """Runs the steps that a module requests with ``guarded_step``."""
 
-    # Whether the module calls ``guarded_step``. None until the first batch is finished.
+    # Whether the module calls ``guarded_step``. None until the first call or the end of the first
+    # batch.
     _is_guarded: bool | None = None
 
     def step(
@@ -63,12 +64,12 @@ class ManualOptimization(Optimization):
         ]
 
     def compute_loss(self, part: Any, loss_fn: LossFunction) -> Any:
-        """Call the module's loss function on a part of the batch, and keep its logs correct."""
+        """Call the module's loss function on a part of the batch, and correct what it logs."""
         with self._logging_part(part), self._within_training_step():
             return loss_fn(part)
 
     def note_unguarded_steps(self) -> None:
-        """Report once if the first batch was trained without calling ``guarded_step``."""
+        """Report once if the module did not call ``guarded_step`` for the first batch."""
         if self._is_guarded is not None:
             return
         self._is_guarded = False
@@ -81,7 +82,10 @@ class ManualOptimization(Optimization):
 
 
 class _ManualLoss:
-    """Wraps the module's loss function. The guard identifies the function by `loss_fn`."""
+    """Wraps the module's loss function, so that logged values stay correct when it is repeated.
+
+    The guard reads the attribute `loss_fn` to identify the wrapped function.
+    """
 
     def __init__(self, optimization: ManualOptimization, loss_fn: LossFunction) -> None:
         self._optimization = optimization

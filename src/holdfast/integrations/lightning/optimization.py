@@ -41,7 +41,7 @@ class Optimization:
         self.accumulation = Accumulation(guard)
         # The number of the attempt to which the logged values belong.
         self._logged_attempt: int | None = None
-        # The batch that Lightning has loaded, or the batch passed to a manual step.
+        # The batch that Lightning has loaded or, during a manual step, the batch passed to it.
         self._batch: Any = None
         # Whether the last step left the weights unchanged.
         self.skipped = False
@@ -49,21 +49,21 @@ class Optimization:
         self.is_called_by_guard = False
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - for subclasses
-        """Keep the batch, because a step may need it several times."""
+        """Store the batch, because a step may need it several times."""
         self._batch = batch
 
     def close(self) -> None:
-        """Undo the changes to Lightning's objects."""
+        """Undo the changes made to Lightning's objects. The base class has made none."""
 
     def _undo_previous_attempt(self) -> None:
         self._logs.undo_attempt()
 
     @contextlib.contextmanager
     def _logging_part(self, part: Any) -> Iterator[bool]:
-        """Pass a part of the batch through the model within this context.
+        """Return a context for passing a part of the batch through the model.
 
-        The context yields True during an attempt of the step. During a trial split, or a replay
-        that searches for a cause, it yields False and discards anything that is logged.
+        The context yields True during an attempt at the step. While the guard tests a split, or
+        replays the step to find a cause, the context yields False and discards all logged values.
         """
         attempt = self.accumulation.attempt
         if attempt is None:
@@ -75,7 +75,8 @@ class Optimization:
             self._undo_previous_attempt()
         self._logs.begin_part(part, self._batch)
         yield True
-        # The logged values of this part are weighted by its number of samples.
+        # The values logged for this part are weighted by its number of samples. The weight does not
+        # matter if the part is the whole batch.
         samples = 1
         if part is not self._batch and not callable(self._split):
             samples = batch_size(part, self._split)
@@ -93,7 +94,7 @@ class Optimization:
 
 
 def optimizer_names(optimizers: Sequence[Any]) -> list[str]:
-    """Return the names that the guard uses for these optimizers."""
+    """Return the names under which the optimizers are passed to the guard, in the same order."""
     if len(optimizers) == 1:
         return ["optimizer"]
     return [f"optimizer_{number}" for number in range(len(optimizers))]

@@ -1,7 +1,7 @@
 """Keep ``self.log`` and torchmetrics consistent, so that each step is logged exactly once.
 
-The guard may call ``training_step`` several times for one batch: again after an error, and once for
-each part if the batch is split.
+The guard may call ``training_step`` several times for one batch: again after an error, and once per
+part if the batch is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.integrations.refusals import load
 load("lightning.pytorch")
 from torchmetrics import Metric  # noqa: E402
 
-# Attributes of a metric, other than its states, that an update changes.
+# The attributes of a metric, other than its states, that an update changes.
 _UPDATE_ATTRIBUTES = (
     "_computed",
     "_forward_cache",
@@ -31,9 +31,9 @@ _UPDATE_ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MetricSnapshot:
-    """The values of a metric's attributes at one moment."""
+    """Copies of a metric's attributes, from which the metric can be restored."""
 
-    # The metric's key in Lightning's logged results, or None if it belongs to the module.
+    # The metric's key in Lightning's logged results, or None if it is a metric of the module.
     key: str | None
     metric: Metric
     attributes: dict[str, Any]
@@ -55,8 +55,9 @@ class StepLogs:
     """Keeps logged values and metrics correct while a step is attempted, repeated and split.
 
     An attempt that is undone leaves no logged values behind. If a batch is split, the value logged
-    for the step is the mean over the parts, weighted by their numbers of samples. Values that
-    Lightning accumulates over an epoch are weighted by samples too, as Lightning does for batches.
+    for the step is the mean over the parts, weighted by their numbers of samples. For values that
+    Lightning accumulates over an epoch, parts are weighted by samples too, just as Lightning
+    weights batches.
 
     Args:
         module: The ``LightningModule``.
@@ -73,11 +74,11 @@ class StepLogs:
 
     @property
     def num_parts(self) -> int:
-        """Return how many parts of the batch have been computed in this attempt."""
+        """Return the number of parts of the batch that have been computed in this attempt."""
         return len(self._parts)
 
     def begin_step(self) -> None:
-        """Take a snapshot of the logged values and metrics before a step."""
+        """Take a snapshot of the logged values and metrics, at the beginning of a step."""
         self._before_step = self._snapshot()
         self._parts = []
         self._has_changed = False
@@ -119,14 +120,19 @@ class StepLogs:
             snapshot.restore()
 
     def begin_part(self, part: Any, batch: Any) -> None:
-        """Weight the values logged from now on by the number of samples in this part."""
+        """Prepare for logging a part, so that its values are weighted by its number of samples.
+
+        Args:
+            part: The part of the batch that is about to be computed.
+            batch: The whole batch.
+        """
         self._has_changed = True
         logged = self._trainer._results
         if logged is None:
             return
         if part is not batch or self._parts:
             logged.batch = part
-            # With None, Lightning counts the samples of `batch` itself.
+            # If `batch_size` is None, Lightning counts the samples in `logged.batch` itself.
             logged.batch_size = None
 
     def end_part(self, samples: int) -> None:
@@ -144,7 +150,11 @@ class StepLogs:
         self._parts.append(_PartLogs(samples=samples, values=values))
 
     def end_step(self, batch: Any) -> None:
-        """Replace the logged values of the last part with the means over the whole batch."""
+        """Replace the values logged for the last part with the means over the whole batch.
+
+        Args:
+            batch: The batch to which Lightning assigns later logged values.
+        """
         logged = self._trainer._results
         if logged is None:
             return
@@ -158,7 +168,7 @@ class StepLogs:
                 item._forward_cache = mean
 
     def _mean_over_parts(self, key: str) -> torch.Tensor | None:
-        """Return the sample-weighted mean of a value, or None if no part has logged it."""
+        """Return the sample-weighted mean of the values logged for a key, or None without any."""
         parts = [part for part in self._parts if key in part.values]
         if not parts:
             return None
@@ -171,7 +181,11 @@ class StepLogs:
 
 
 def _step_value(item: Any) -> torch.Tensor | None:
-    """Return the value that an item logged in this step, or None if it cannot be averaged."""
+    """Return the value that was logged for an item in this step, or None if it cannot be averaged.
+
+    Args:
+        item: An entry of Lightning's logged results.
+    """
     if not item.meta.on_step or not item.is_tensor or not item.meta.is_mean_reduction:
         return None
     value = item._forward_cache
@@ -184,14 +198,14 @@ def _attributes(metric: Metric) -> dict[str, Any]:
     names += [name for name in _UPDATE_ATTRIBUTES if name in vars(metric)]
     attributes = {name: _copy(getattr(metric, name)) for name in names}
     if "value" in vars(metric) and "value" not in attributes:
-        # The user passed a metric to ``self.log``. Lightning's item refers to that same object,
-        # which must not be copied.
+        # The user passed a metric to ``self.log``. Lightning's item refers to the metric object
+        # itself, which must not be copied.
         attributes["value"] = vars(metric)["value"]
     return attributes
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor or list. Other values are immutable and returned unchanged."""
+    """Return a copy of a tensor or list. Other values are immutable, and are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Lightning strategies, for one device or several processes, whose steps are run by a guard.
 
 This module opens the guard when ``fit`` starts training and closes it afterwards. It connects the
-guard to Lightning's checkpoints, schedulers and signals. The steps themselves are in
+guard to Lightning's checkpoints, schedulers and signals. The steps themselves are run by
 ``automatic_optimization`` and ``manual_optimization``.
 """
 
@@ -58,8 +58,8 @@ from lightning.pytorch.strategies import (  # noqa: E402
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
-# Maps Lightning's names of mixed precisions to values of `Policy.precision`. Any other precision is
-# guarded like fp32, without loss scaling.
+# Maps Lightning's names for mixed precision to values of `Policy.precision`. Any other precision is
+# treated like fp32, without autocast or loss scaling by the guard.
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 # The key of the carried state in Lightning's checkpoints.
 _CARRIED_KEY = "holdfast"
@@ -68,7 +68,7 @@ _CARRIED_KEY = "holdfast"
 class GuardedStrategy(Framework):  # type: ignore[misc]
     """Mixin for a Lightning strategy that runs each optimizer step as a transaction.
 
-    List it before the strategy class in the bases.
+    List it before Lightning's strategy class in the bases of a class.
     """
 
     _checkpoint_io: Any
@@ -85,7 +85,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
         self._split = split
-        # The guard and its optimization exist only while ``fit`` trains.
+        # The guard and the object that runs its steps. Both exist only while ``fit`` trains.
         self.holdfast_guard: HostedGuard | None = None
         self._optimization: Optimization | None = None
         self._delayed_saves: list[DelayedSaves] = []
@@ -95,7 +95,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._states_of_ranks: dict[str, Any] | None = None
 
     def setup_environment(self) -> None:
-        """Verify checkpoints, unless the trainer has a checkpoint plugin of its own."""
+        """Install the plugin that verifies checkpoints, unless the trainer has its own plugin."""
         if self._checkpoint_io is None:
             self._checkpoint_io = VerifiedCheckpointIO()
         super().setup_environment()
@@ -103,7 +103,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     # --- Opening ---
 
     def on_train_start(self) -> None:
-        """Open the run directory, after Lightning has restored its checkpoint."""
+        """Open the guard, after Lightning has restored its checkpoint."""
         super().on_train_start()
         module: Any = self.lightning_module
         trainer = module.trainer
@@ -180,14 +180,14 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         )
 
     def _disconnect(self) -> None:
-        """Undo `_connect`."""
+        """Undo the changes that `_connect` made to Lightning's objects."""
         module: Any = self.lightning_module
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = None
         for delayed_saves in self._delayed_saves:
             delayed_saves.remove()
         self._delayed_saves = []
-        # Remove the instance attributes that hide methods of the class.
+        # Remove the instance attributes that override methods of the class.
         vars(module).pop("lr_scheduler_step", None)
         vars(module.trainer._logger_connector).pop("log_metrics", None)
 
@@ -216,8 +216,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             optimization.accumulation.load_state_dict(window)
         for callback in trainer.checkpoint_callbacks:
             # Lightning does not restore the step of its last save. After the first batch of a
-            # window, it would save again and overwrite the file from the beginning of the window
-            # with a later position in the data.
+            # window, it would therefore save again and overwrite the file from the beginning of the
+            # window with one that has a later position in the data.
             if getattr(callback, "_every_n_train_steps", 0):
                 callback._last_global_step_saved = trainer.global_step
         if not carried["between_epochs"]:
@@ -231,7 +231,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the exception and close the run directory. After a signal, save first."""
+        """Record the exception and close the run directory. After a stop signal, save first."""
         super().on_exception(exception)
         guard = self.holdfast_guard
         module = self.lightning_module
@@ -274,7 +274,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return super().process_dataloader(dataloader)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, and stop after it if a stop was requested."""
+        """Store the batch, and make Lightning stop after this batch if a stop was requested."""
         super().on_train_batch_start(batch, batch_idx)
         if self._optimization is None or self.holdfast_guard is None:
             return
@@ -283,14 +283,17 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             self.lightning_module.trainer.should_stop = True
 
     def _automatic_optimization(self) -> AutomaticOptimization | None:
-        """Return the object that runs the step, or None if the guard does not run this step."""
+        """Return the object that runs the steps in automatic optimization.
+
+        Return None if the module optimizes manually, or if the guard runs no step on this batch.
+        """
         optimization = self._optimization
         if isinstance(optimization, AutomaticOptimization) and optimization.makes_steps:
             return optimization
         return None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` within a step of the guard."""
+        """Run the module's ``training_step``, within a guarded step in automatic optimization."""
         optimization = self._automatic_optimization()
         if optimization is not None:
             return optimization.training_step(*args, **kwargs)
@@ -312,15 +315,18 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         loss = optimization.optimizer_step(closure)
         if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
-            # All ranks learn of the stop request after the same step. With this flag, Lightning
-            # ends training after the current batch.
+            # All ranks learn of the stop request after the same step. Setting this flag makes
+            # Lightning end training after the current batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True
         return loss
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """In automatic optimization, leave the backward pass to the guard."""
+        """In automatic optimization, call only the hooks, because the guard runs the backward pass.
+
+        Otherwise, run the backward pass as Lightning does.
+        """
         optimization = self._automatic_optimization()
         if optimization is not None:
             optimization.call_backward_hooks()
@@ -342,8 +348,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             batch: The batch. After an out-of-memory error, it is split into parts.
             loss_fn: Function that takes the batch or a part of it and returns the loss, as for
                 ``Guard.step``. It may call ``self.log``.
-            optimizer: One or several of ``self.optimizers()``. If None, all are stepped. Only the
-                parameters of these optimizers get gradients.
+            optimizer: One or several of ``self.optimizers()``. If None, all optimizers are stepped.
+                Only the parameters of the stepped optimizers get gradients.
             split: The position of the batch dimension, as for ``Guard.step``.
 
         Returns:
@@ -365,7 +371,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
     ) -> None:
         """Save a checkpoint with the guard's state and the random state.
 
-        A non-finite state is not saved.
+        If the training state is not finite, roll back instead of saving.
         """
         guard = self.holdfast_guard
         if not should_save(guard):
@@ -376,8 +382,8 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
 
     def _carried_state(self, guard: HostedGuard) -> dict[str, Any]:
         devices = [] if self.root_device.type == "cpu" else [self.root_device]
-        # Lightning may save in the middle of a window: after a time interval, a validation or a
-        # signal.
+        # Lightning may save in the middle of a window: when a time interval has passed, after a
+        # validation or after a signal. The accumulated gradients are then saved too.
         window = None
         if self._optimization is not None:
             window = self._optimization.accumulation.state_dict()
@@ -387,7 +393,10 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         return carried
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Load a checkpoint that verifies. The first rank chooses the file for all ranks."""
+        """Load a checkpoint after verifying it, or a verified replacement.
+
+        The first rank chooses the file for all ranks.
+        """
         files = self.checkpoint_io
         load_file = super().load_checkpoint
         if isinstance(files, VerifiedCheckpointIO):
@@ -397,7 +406,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             lambda: load_file(checkpoint_path, weights_only=weights_only)
         )
         module = self.lightning_module
-        # For any other function of the trainer, the checkpoint only provides the weights.
+        # In functions of the trainer other than ``fit``, only the checkpoint's weights are used.
         is_fit = module is not None and module.trainer.state.fn == "fit"
         self._carried = checkpoint.get(_CARRIED_KEY) if is_fit else None
         return checkpoint
@@ -437,7 +446,7 @@ class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Return an empty list. Lightning sets this property to the trainer's devices."""
+        """Return an empty list. Lightning only assigns the trainer's devices to this property."""
         return []
 
     @parallel_devices.setter
@@ -472,10 +481,10 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
             super().configure_ddp()
 
     def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, but with our own SIGTERM handler.
+        """Set up the strategy as Lightning does, but with our own SIGTERM handler.
 
-        Lightning's handler runs a collective right away, which would interfere with the collectives
-        of the other ranks.
+        Lightning's handler runs a collective immediately, which would interfere with the
+        collectives of the other ranks.
         """
         connector = trainer._signal_connector
         vars(connector).pop("_sigterm_notifier_fn", None)
@@ -489,19 +498,19 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
             self.launcher.kill(number)
 
     def on_train_start(self) -> None:
-        """Open the run directory, after refusing settings that several ranks do not support."""
+        """Refuse settings that are not supported on several ranks, then open the guard."""
         if self.world_size > 1:
             check_ranks(self.lightning_module)
         super().on_train_start()
         if self._sigterm_received:
-            # The guard handles this signal from now on.
+            # Send the signal again, because the guard handles it from now on.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but refuse to do so within a step.
+        """Reduce a tensor over the ranks as Lightning does, but refuse to do so within a step.
 
-        A single rank may have to repeat a step, and the other ranks would not take part in the
-        collective.
+        A single rank may have to repeat a step, in which case the other ranks would not take part
+        in the collective.
 
         Raises:
             PolicyError: H111 within a step.
@@ -532,10 +541,10 @@ class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
 
 
 def _reset_finished_epoch(fit_loop: Any) -> None:
-    """Let training begin a new epoch after resuming from the last batch of an epoch.
+    """Make training begin a new epoch after a resume from a checkpoint at the end of an epoch.
 
-    Otherwise, Lightning would skip the start of the new epoch, and later mistake checkpoints from
-    the middle of it for checkpoints from its end.
+    Otherwise, Lightning would skip the start of the new epoch, and would later mistake checkpoints
+    from the middle of that epoch for checkpoints from its end.
     """
     progress = fit_loop.epoch_progress.current
     if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:

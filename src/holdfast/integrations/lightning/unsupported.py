@@ -1,4 +1,4 @@
-"""Refuse Lightning settings that cannot be guarded, in general or on several ranks."""
+"""Refuse Lightning settings that a guard does not support, in general or on several ranks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     class ASR(HoldfastMixin, sb.Brain): ...
 
 ``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the
-options of the recipe (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``,
+recipe's options (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``,
 ``precision``) and the checkpointer work as in SpeechBrain. As long as nothing goes wrong, the
 results are bit-for-bit identical to SpeechBrain's, with three exceptions:
 
@@ -15,16 +15,16 @@ results are bit-for-bit identical to SpeechBrain's, with three exceptions:
 
 Other differences:
 
-- ``nonfinite_patience`` is the number of consecutive losses with NaN or Inf that are skipped before
+- ``nonfinite_patience`` is the number of consecutive steps with NaN or Inf that are skipped before
   the run rolls back to a good state or ends. ``check_loss_isfinite`` and ``check_gradients`` are
-  not called, because the guard skips these steps itself.
+  not called, because the guard detects NaN and Inf itself.
 - ``on_fit_batch_end`` gets ``should_step=False`` for a skipped step. If a batch was split, the hook
   gets the last part, the outputs for that part, and the loss of the whole batch. Skipped steps do
   not increase ``optimizer_step``.
 - A checkpoint within an epoch is delayed until the end of a window. After SIGTERM, a checkpoint is
   saved and the process exits.
-- A Brain with its own ``fit_batch``, such as a GAN, must call `HoldfastMixin.guarded_step` there.
-  All other steps are not guarded.
+- A Brain with its own ``fit_batch``, such as a GAN, must call `HoldfastMixin.guarded_step` in that
+  method. Its other steps are not guarded.
 - Checkpoints are sealed when they are complete, and verified before they are loaded.
 
 Only a single process is supported.

@@ -37,7 +37,8 @@ from holdfast.integrations.speechbrain.checkpoints import CHECKPOINT_NAME, seal_
 from holdfast.integrations.speechbrain.padded_batches import split_of
 from holdfast.loader.loader import DataLoader
 
-# The name of the carried state among a checkpoint's recoverables, and the metadata key in its file.
+# The name under which the carried state is registered as a recoverable of the checkpointer, and the
+# key of its JSON values in the file's metadata.
 _RECOVERABLE = "holdfast"
 # Attributes that a Brain sets when it trains on several processes or devices.
 _SEVERAL_PROCESSES = ("distributed_launch", "data_parallel_backend")
@@ -84,17 +85,17 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         # Runs the steps. None unless the guard is open.
         self._holdfast_accumulation: Accumulation | None = None
-        # The carried state from the loaded checkpoint, until the guard is opened.
+        # The carried state from the loaded checkpoint. None once the guard is open.
         self._holdfast_carried: dict[str, Any] | None = None
-        # The same state if the checkpoint is from within an epoch. It is kept until the first batch
-        # is loaded.
+        # The same state if the checkpoint is from within an epoch. None once the epoch is resumed.
         self._holdfast_carried_within_epoch: dict[str, Any] | None = None
-        # The loader of this epoch if it is a `holdfast.DataLoader`, and the position to resume at.
+        # The loader of this epoch, if it is a `holdfast.DataLoader`, and the position from which it
+        # resumes.
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None
         # The number of batches in this epoch, or None if it is unknown.
         self._holdfast_num_batches: int | None = None
-        # The last part of the batch that the model has computed, and its outputs.
+        # The part of the batch that the model has processed last, and the outputs for that part.
         self._holdfast_last_part: tuple[Any, Any] | None = None
         self._holdfast_has_checked_workers = False
         if self.checkpointer is not None:
@@ -128,14 +129,15 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             guard.__exit__(None if error is None else type(error), error, None)
 
     def on_fit_start(self) -> None:
-        """Let ``Brain`` restore its checkpoint, then open the run directory."""
+        """Let ``Brain`` restore its checkpoint, then open the guard."""
         super().on_fit_start()
         for attribute in _SEVERAL_PROCESSES:
+            # The attribute does not state the number of processes. Any number above 1 is refused.
             count = 2 if getattr(self, attribute, False) else 1
             check_one_process(count, f"{attribute}: processes or devices")
         optimizers = self._holdfast_optimizers()
         if not optimizers:
-            # Without optimizers, nothing is trained.
+            # Without optimizers, nothing is trained, so no guard is needed.
             return
         carried = self._holdfast_carried
         self._holdfast_carried = None
@@ -183,7 +185,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             restore_random_state(carried)
 
     def _holdfast_optimizers(self) -> dict[str, Any]:
-        """Return all optimizers by name. The dict is empty if the Brain has none."""
+        """Return all optimizers by name, or an empty dict if the Brain has none."""
         if self.optimizers_dict is not None:
             return dict(self.optimizers_dict)
         optimizer = getattr(self, "optimizer", None)
@@ -196,7 +198,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return list(self.freeze_optimizers(self.optimizers_dict))
 
     def _holdfast_hosted_policy(self) -> Policy:
-        """Return the policy with the Brain's options applied."""
+        """Return the user's policy with the Brain's options applied."""
         # In SpeechBrain, a negative limit turns clipping off. A limit of 0 would set every gradient
         # to 0, so the policy refuses it (H102).
         max_grad_norm = None if self.max_grad_norm < 0 else self.max_grad_norm
@@ -209,12 +211,12 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             nonfinite_patience=max(1, patience),
             precision=self.precision,
         )
-        # SpeechBrain gives up when the number of bad losses exceeds the patience, a guard when it
-        # reaches the patience.
+        # SpeechBrain gives up when the number of bad losses exceeds the patience, but a guard gives
+        # up as soon as the number reaches it. The difference is 1.
         return policy.replace(nonfinite_patience=patience + 1)
 
     def _holdfast_directory(self) -> Path:
-        """Return the run directory."""
+        """Return the path of the run directory: as configured, or a folder next to the outputs."""
         if self._holdfast_run_dir is not None:
             return Path(self._holdfast_run_dir)
         output = getattr(getattr(self, "hparams", None), "output_folder", None)
@@ -238,7 +240,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             self._holdfast_loader = train_set
             if position is not None:
                 train_set.load_state_dict(position)
-                # SpeechBrain resumes in this epoch, even if no batches are left in it.
+                # SpeechBrain resumes in the epoch of the position, even if no batches are left in
+                # that epoch.
                 train_set.set_epoch(position["epoch"])
         carried = self._holdfast_carried_within_epoch
         self._holdfast_carried_within_epoch = None
@@ -256,8 +259,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         """Train on one batch, as ``Brain.fit_batch`` does.
 
         Returns:
-            The loss, shape ``()``, on the CPU. If it is NaN or Inf, the batch was skipped for that
-            reason.
+            The loss, shape ``()``, on the CPU. If the loss is NaN or Inf, the batch was skipped for
+            that reason.
         """
         accumulation = self._holdfast_accumulation
         if accumulation is None:
@@ -285,7 +288,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return result.loss.detach().cpu()
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
-        """Return the loss of the batch or a part of it. This is the guard's loss function."""
+        """Return the loss of the batch or of a part of it, as the loss function of the guard."""
         stage = load("speechbrain").Stage.TRAIN
         with self.training_ctx:
             outputs = self.compute_forward(part, stage)
@@ -305,8 +308,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             batch: The batch. After an out-of-memory error, it is split into parts.
             loss_fn: Function that takes the batch or a part of it and returns the loss, as for
                 ``Guard.step``. It runs under autocast.
-            optimizer: Keys of ``optimizers_dict``. If None, all optimizers that are not frozen are
-                stepped. Only the parameters of these optimizers get gradients.
+            optimizer: One or several keys of ``optimizers_dict``. If None, all optimizers that are
+                not frozen are stepped. Only the parameters of the stepped optimizers get gradients.
 
         Returns:
             The result of the step. Its ``skipped`` is True if the weights did not change.
@@ -343,7 +346,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None
 
     def _holdfast_stop(self) -> NoReturn:
-        """Exit the process, as ``Guard.batches`` does after a stop request."""
+        """Record the stop request, close the guard and exit the process."""
         assert self.holdfast_guard is not None
         exception = self.holdfast_guard.stop_exception()
         self.holdfast_guard.close_after_stop()
@@ -366,8 +369,8 @@ class _ResumedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Creating an iterator draws a seed from the random state, as it did in the original run.
-        # The checkpoint's random state is from after that, so it is restored here.
+        # Creating an iterator draws a seed, as it did in the original run. The checkpoint's random
+        # state was captured after that, so it is restored once the iterator exists.
         iterator: Iterator[Any] = iter(self._loader)
         if self._carried is not None:
             restore_random_state(self._carried)
@@ -390,9 +393,9 @@ def _save_carried_state(brain: HoldfastMixin, path: Any) -> None:
 
 
 def _load_carried_state(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
-    """Read a file written by `_save_carried_state`.
+    """Read the carried state from a file that `_save_carried_state` has written.
 
-    SpeechBrain passes `end_of_epoch` to every load hook.
+    SpeechBrain passes `end_of_epoch` to every load hook. It is not needed here.
     """
     del end_of_epoch
     with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""Seal the folders of SpeechBrain's checkpointer when complete, and verify them when loaded.
+"""Seal SpeechBrain's checkpoints when they are complete, and verify them before loading.
 
 SpeechBrain writes ``CKPT.yaml`` first and the other files after it, so an interrupted save looks
 complete. This module marks each folder as unfinished before SpeechBrain writes it, and seals it
@@ -25,8 +25,8 @@ from holdfast.integrations.saving import (
 )
 
 CHECKPOINT_NAME = re.compile(r"CKPT.*")
-# SpeechBrain keeps only one checkpoint within an epoch. With two, there is a fallback if the newest
-# is damaged.
+# SpeechBrain keeps only one checkpoint within an epoch. Keeping two provides a fallback if the
+# newest checkpoint is damaged.
 _FEWEST_KEPT = 2
 
 
@@ -44,9 +44,10 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return None if self.holdfast_guard is None else self.holdfast_guard.emit
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save and seal a checkpoint. Return it, or None if it was not saved.
+        """Save and seal a checkpoint. Return the checkpoint, or None if it was not saved.
 
-        A non-finite state is not saved, and a disk error does not end training.
+        If the training state is not finite, roll back instead of saving. A disk error does not end
+        training.
         """
         folders_before = set(self.folders())
         save_plain = super().save_checkpoint
@@ -55,7 +56,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         def write() -> None:
             nonlocal checkpoint
             checkpoint = save_plain(*args, **kwargs)
-            # SpeechBrain does not count steps, so the checkpoints are numbered instead.
+            # SpeechBrain does not count steps, so pass the checkpoint's number instead of the step.
             number = len(folders_before)
             seal(Path(checkpoint.path), global_step=number, unix_seconds=time.time())
 
@@ -70,7 +71,10 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return checkpoint if saved else None
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
-        """Delete checkpoints, but keep at least two, and keep all if the newest save failed."""
+        """Delete checkpoints as SpeechBrain does, but keep at least two where it would keep one.
+
+        All checkpoints are kept if the newest save was refused or failed.
+        """
         if self._newest_save_failed:
             return
         num_to_keep = kwargs.get("num_to_keep", 1)
@@ -80,16 +84,17 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         super().delete_checkpoints(**kwargs)
 
     def find_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the best checkpoint that verifies, or None if no save was ever completed.
+        """Return the best checkpoint that passes verification, or None if none was ever completed.
 
         Better checkpoints that fail verification are moved aside.
 
         Raises:
-            CheckpointError: H312 if there is a complete checkpoint but none verifies, or if a
-                checkpoint is a broken link.
+            CheckpointError: H312 if there is a complete checkpoint but none passes verification,
+                or if a checkpoint is a broken link.
             RunDirectoryError: H307 if a checkpoint cannot be read at the moment.
         """
-        # SpeechBrain does not list these, but they have to be moved aside or reported too.
+        # `find_checkpoints` does not list these folders, but they have to be moved aside or
+        # reported too.
         incomplete = [
             folder for folder in self.folders() if is_unfinished(folder) or not folder.exists()
         ]
@@ -100,7 +105,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return None if best is None else candidates[best]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Verify a checkpoint and load it. Checkpoints written without holdfast are not verified.
+        """Verify a checkpoint and load it. A checkpoint written without holdfast is not verified.
 
         Raises:
             CheckpointError: H311 if the checkpoint fails verification.
@@ -130,7 +135,8 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
 def seal_and_verify(checkpointer: Any) -> None:
     """Make an existing checkpointer seal and verify its checkpoints from now on.
 
-    Recipes create checkpointers in YAML, so the class of the object is replaced with a subclass.
+    Recipes create checkpointers in YAML, where users cannot choose our class. Therefore, the class
+    of the object is replaced with a subclass.
     """
     plain_class = type(checkpointer)
     if not issubclass(plain_class, SealedCheckpoints):

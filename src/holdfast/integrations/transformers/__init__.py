@@ -8,20 +8,21 @@
 
     class MyTrainer(HoldfastMixin, SFTTrainer): ...  # any other Trainer
 
-The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. Differences from the
-plain Trainer:
+The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. These are the
+differences from the plain Trainer:
 
 - A guard runs each optimizer step as a transaction: the step survives out-of-memory errors, and is
-  skipped if it contains NaN or Inf.
+  skipped if it yields NaN or Inf.
 - With ``gradient_accumulation_steps``, the micro-batches are only collected until the last one of a
-  step arrives. Then all of them are trained at once. So ``on_substep_end`` is called before
-  training on the micro-batches, and ``on_pre_optimizer_step`` after the optimizer step.
+  step arrives. Then all of them are trained in one guarded step. Therefore, ``on_substep_end`` is
+  called before training on the micro-batches, and ``on_pre_optimizer_step`` after the optimizer
+  step.
 - Each checkpoint is sealed when it is complete, and verified before it is loaded.
 - ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is no checkpoint yet.
 
-Your ``get_train_dataloader`` may return an unprepared `holdfast.DataLoader`. Then dead workers are
-replaced, bad samples are quarantined by their dataset index, and training resumes in the loader's
-order.
+Your ``get_train_dataloader`` may return an unprepared `holdfast.DataLoader`. In that case, dead
+workers are replaced, bad samples are quarantined by their dataset index, and training resumes in
+the loader's order.
 
 Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalized),
 ``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the checkpoint folders),

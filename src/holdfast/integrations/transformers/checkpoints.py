@@ -40,12 +40,12 @@ _STATE_FILE = "holdfast_state.json"
 def last_good_checkpoint(
     folder: str | os.PathLike[str], run_dir: str | os.PathLike[str] | None = None
 ) -> str | None:
-    """Return the newest checkpoint in an output directory that verifies.
+    """Return the newest checkpoint in an output directory that passes verification.
 
     Newer checkpoints that fail verification are moved aside. Use this function in place of
     ``transformers.trainer_utils.get_last_checkpoint``, which returns the checkpoint with the
-    highest number even if it is damaged. Do not call it while another process is training in the
-    directory.
+    highest number even if that checkpoint is damaged. Do not call this function while another
+    process is training in the directory.
 
     Args:
         folder: The output directory (``TrainingArguments.output_dir``).
@@ -77,9 +77,9 @@ def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None
         run_dir: The run directory. Defaults to ``holdfast`` in the output directory.
 
     Returns:
-        The requested checkpoint if it verifies, otherwise the newest older checkpoint that does.
-        None if training has to start from scratch. A path that does not exist is returned
-        unchanged, because the Trainer reports it.
+        The path of the requested checkpoint if it passes verification, otherwise that of the newest
+        older checkpoint that does. None if training has to start from scratch. A path that does not
+        exist is returned unchanged, because the Trainer raises an error for it.
     """
     if not requested:
         return requested
@@ -102,7 +102,7 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
         return checkpoint
     path = Path(requested)
     if not path.is_dir() and not path.is_symlink():
-        # The Trainer raises an error for this path.
+        # Return the path unchanged, since the Trainer raises an error for it.
         return requested
     older = [
         checkpoint
@@ -121,7 +121,8 @@ def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> 
 def _warn_of_new_start(folder: str) -> None:
     """Warn that training starts from scratch because there is no checkpoint.
 
-    The plain Trainer would raise an error. A warning lets the same script start and resume a run.
+    The plain Trainer would raise an error. With a warning instead, the same script can start a run
+    and resume it.
     """
     _log.warning("no checkpoint in %s: starting a new run", folder)
 
@@ -145,11 +146,11 @@ def save_sealed(
     carried: Mapping[str, Any] | None,
     emit: Emit | None,
 ) -> bool:
-    """Let the Trainer write a checkpoint, seal it, and return whether it was saved.
+    """Let the Trainer write a checkpoint, seal the checkpoint, and return whether it was saved.
 
-    All processes call this function and write their part of the checkpoint. The first process marks
-    the folder as unfinished beforehand and seals it afterwards. Older checkpoints are deleted only
-    once the new one is sealed.
+    All processes must call this function, and write their parts of the checkpoint. The first
+    process marks the folder as unfinished beforehand and seals it afterwards. Older checkpoints are
+    deleted only once the new one is sealed.
 
     Args:
         trainer: The Trainer.
@@ -189,7 +190,7 @@ def save_sealed(
         if is_first:
             remove(folder)
 
-    # With a limit, the Trainer would delete older checkpoints before this one is sealed.
+    # If the limit stayed set, the Trainer would delete older checkpoints before this one is sealed.
     trainer.args.save_total_limit = None
     try:
         return attempt_save(save, folder.name, emit, undo)

@@ -1,7 +1,7 @@
 """Resume a `holdfast.DataLoader` in the middle of an epoch, inside the Trainer's loop.
 
-To skip the batches that were already trained, the Trainer wraps the loader's dataset in a loader of
-its own. That would lose the order, the workers and the quarantine of a `holdfast.DataLoader`.
+To skip the batches that were already trained, the Trainer wraps the loader's dataset in another
+loader. That would lose the order, the workers and the quarantine of a `holdfast.DataLoader`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from holdfast.loader.loader import DataLoader
 
 
 class PositionedLoader:
-    """Wraps a `holdfast.DataLoader` for the Trainer, so that skipping batches is harmless.
+    """Wraps a `holdfast.DataLoader` so that it keeps its order when the Trainer skips batches.
 
-    ``accelerate.skip_first_batches`` creates a new loader and copies attributes from this object.
-    Their values describe a loader without workers whose dataset yields whole batches.
+    To skip batches, ``accelerate.skip_first_batches`` creates a new loader and copies the class
+    attributes below. Their values describe a loader without workers whose dataset yields whole
+    batches.
 
     If the checkpoint contains the loader's position, this object moves the loader there and yields
     placeholders for the Trainer to skip. Otherwise, the batches that were already trained are
@@ -28,8 +29,8 @@ class PositionedLoader:
         loader: The loader to wrap.
         epoch: The epoch to iterate, counted from 0.
         skipped: The number of batches in this epoch that the Trainer will skip.
-        state: ``loader.state_dict()`` after these batches, or None if the checkpoint does not
-            contain it.
+        state: The value of ``loader.state_dict()`` after the skipped batches, or None if the
+            checkpoint does not contain it.
     """
 
     drop_last = False

@@ -1,10 +1,10 @@
 """`HoldfastMixin`: a Trainer whose optimizer steps are run by a guard.
 
-The Trainer calls `HoldfastMixin.training_step` for each micro-batch, and then
-``optimizer.step``. Here, `training_step` only collects the micro-batches. When it receives the last
-one of a step, it passes all of them to ``Guard.step``, with `WindowLoss` as the loss function. The
-guard runs the whole step, so the Trainer's own call to ``optimizer.step`` does nothing
-(`_StepAlreadyMade`).
+The Trainer calls `HoldfastMixin.training_step` for each micro-batch of a step, and then
+``optimizer.step``. The mixin's `training_step` only collects the micro-batches. When it receives
+the last one of a step, it passes all of them to ``Guard.step``, with `WindowLoss` as the loss
+function. The guard runs the whole step, so the Trainer's own call to ``optimizer.step`` does
+nothing (`_StepAlreadyMade`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _LOGGED_COUNTERS = ("skipped_steps", "out_of_memory", "rollbacks")
 
 @dataclass(slots=True, kw_only=True)
 class _LoopState:
-    """State that is kept between the steps of one call to ``train``."""
+    """The mixin's state during one call to ``train``."""
 
     # The sum of the losses of all steps, and the number of these steps. Both include steps before
     # a resume, but not skipped steps.
     loss_sum: torch.Tensor
     steps_made: int = 0
-    # The verified checkpoint that training resumes from, or a false value.
+    # The verified checkpoint that training resumes from, or a false value for a new run.
     resumed_from: Any = None
     # The trial of a hyperparameter search, which determines the output directory.
     trial: Any = None
@@ -64,16 +64,17 @@ class _LoopState:
     # The gradient norm of the last step.
     grad_norm: float = math.nan
 
-    # The loader that the Trainer uses in this epoch, of any type.
+    # The training loader of the current epoch, of any type.
     trainer_loader: Any = None
     # The same loader if it is a `holdfast.DataLoader`, otherwise None.
     loader: DataLoader | None = None
-    # The loader's position before the batches that were loaded but not yet trained.
+    # The loader's position before the batches that were loaded but not yet trained. None if there
+    # are no such batches.
     position: dict[str, Any] | None = None
-    # The dataset indices of these batches. An entry is None if the indices are unknown.
+    # The dataset indices of each of these batches. An entry is None if the indices are unknown.
     indices: list[list[int] | None] = field(default_factory=list)
 
-    # The number of the last step in this epoch. None once the Trainer has handled the save after
+    # The global step at the end of this epoch. None once `_maybe_log_save_evaluate` was called for
     # that step.
     last_step_of_epoch: int | None = None
     # The step at which the newest checkpoint was saved.
@@ -121,12 +122,13 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         super().__init__(*positional, **named)
         check_trainer(self)
         self._holdfast_policy = Policy.of(holdfast_policy)
-        # Build the policy once now, so that contradictions are reported right away.
+        # Build the policy now, so that contradictions are reported before training starts.
         self._holdfast_hosted_policy()
         self._holdfast_run_dir = holdfast_run_dir
         self._holdfast_split = holdfast_split
         self._holdfast = _LoopState(loss_sum=torch.zeros((), dtype=torch.float64))
-        # The optimizer's instance attribute ``step`` before the guard replaced it, if it had one.
+        # The value of the optimizer's instance attribute ``step`` before it was replaced, or None
+        # if the optimizer had no such attribute.
         self._holdfast_own_step: Any = None
         self.args.logging_nan_inf_filter = False
         callback_class = type(
@@ -135,7 +137,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self.add_callback(callback_class(self))
 
     def _holdfast_hosted_policy(self) -> Policy:
-        """Return the policy for the current arguments. A hyperparameter search changes them."""
+        """Return the policy for the current arguments, which a hyperparameter search may change."""
         max_grad_norm = self.args.max_grad_norm
         return hosted_policy(
             self._holdfast_policy,
@@ -149,7 +151,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """Train as the Trainer does, with verified checkpoints and guarded steps.
 
-        If the checkpoint is damaged, an older one is loaded instead.
+        If the requested checkpoint is damaged, an older one is loaded instead.
         ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is no checkpoint
         yet.
 
@@ -203,7 +205,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             split=self._holdfast_split,
         )
         if carried is None:
-            # The Trainer may have resumed from a checkpoint without carried state.
+            # The Trainer may have resumed from a checkpoint without carried state. In that case,
+            # continue from the Trainer's own step count.
             guard.count_from(self.state.global_step)
         training.loss = WindowLoss(self, model, self._holdfast_split)
         training.window = []
@@ -228,10 +231,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     # --- Data ---
 
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
-        """Run an epoch, in which a `holdfast.DataLoader` keeps its order even after a resume."""
+        """Run an epoch, wrapping a `holdfast.DataLoader` so that it keeps its order after a resume.
+
+        Other loaders are left unchanged.
+        """
         training = self._holdfast
         loader = named.get("train_dataloader")
         training.trainer_loader = loader
+        # Epochs are counted from 0, so this epoch ends with step `(epoch + 1) * steps per epoch`.
         training.last_step_of_epoch = (named["epoch"] + 1) * named["num_update_steps_per_epoch"]
         if isinstance(loader, DataLoader):
             training.loader = loader
@@ -252,7 +259,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         resume_from_checkpoint: Any,
         **_: Any,
     ) -> PositionedLoader:
-        """Return the loader wrapped for this epoch, at the position where the Trainer starts it."""
+        """Return the loader, wrapped to start at the position where the Trainer starts the epoch.
+
+        The keyword arguments are those of the Trainer's ``_run_epoch``.
+        """
         resumes_here = resume_from_checkpoint is not None and epoch == epochs_trained
         skipped = steps_trained_in_current_epoch if resumes_here else 0
         state = None
@@ -281,7 +291,12 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Collect a micro-batch. If it completes a window, run the step.
+        """Collect a micro-batch. If the micro-batch completes a window, run the step.
+
+        Args:
+            model: The model, as wrapped by the Trainer.
+            inputs: The micro-batch.
+            num_items_in_batch: The Trainer's count of label tokens in the whole window, or None.
 
         Returns:
             The loss of the step, or 0 if the micro-batch was only collected.
@@ -295,7 +310,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         training.window = []
         if len(batches) != self.current_gradient_accumulation_steps:
             # If the length of the epoch is unknown, its last, incomplete window is trained together
-            # with the first window of the next epoch. The Trainer's item count is then too low.
+            # with the first window of the next epoch. The Trainer's item count covers only the
+            # latter, so count the items again.
             num_items_in_batch = self._get_num_items_in_batch(batches, self.args.device)
         guard.note_next_samples(_sample_indices(training.indices))
         training.indices = []
@@ -312,12 +328,12 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             window = training.loss.begin_window(batches, num_items, guard)
             result = guard.step(window, training.loss)
         except OutOfMemoryError:
-            # The weights are those of the last step, so they can be saved.
+            # The weights are still those of the last step, so they can be saved.
             self._holdfast_save_if_alone(model)
             raise
-        # All batches that the loader has yielded are trained now.
+        # All batches that the loader has yielded have been trained, so its own position is correct.
         training.position = None
-        # Report a skipped step as an overflow, so that the Trainer does not advance the schedule.
+        # Report a skipped step as an overflow, so that the Trainer does not advance the scheduler.
         self.optimizer._is_overflow = result.skipped
         training.grad_norm = math.hypot(*result.grad_norm.values())
         if not result.skipped:
@@ -342,8 +358,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
                 if count:
                     logs[name] = count
         if not math.isfinite(logs.get("loss", 0.0)):
-            # The Trainer keeps a running loss and subtracts logged values from it, so a NaN in it
-            # would never go away.
+            # The Trainer keeps a running loss and subtracts logged values from it. Reset the
+            # running loss, since a NaN would otherwise remain in it forever.
             self._tr_loss.zero_()
         log_and_record = with_recording(super().log, partial(read_trainer_log, self))
         log_and_record(logs, *rest, **named)
@@ -356,8 +372,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         training = self._holdfast
         steps = self.state.global_step
         if training.resumed_from or training.steps_made != steps:
-            # The Trainer divides by the global step, although its sum only covers the steps of this
-            # process. Multiply by the global step so that the quotient is the mean.
+            # The Trainer divides its sum of losses by the global step, although the sum covers only
+            # the steps of this process. Replace the sum with the mean times the global step, so
+            # that the quotient is the mean.
             mean = float(training.loss_sum) / (training.steps_made or math.nan)
             self._tr_loss.zero_()
             self._total_loss_scalar = mean * steps
@@ -368,7 +385,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save as the Trainer does, and seal the checkpoint.
 
-        A disk error is recorded as an event and does not end training.
+        If the training state is not finite, roll back instead of saving. A disk error is recorded
+        as an event and does not end training.
         """
         guard = self.holdfast_guard
         if not should_save(guard):
@@ -395,15 +413,15 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return carried
 
     def _holdfast_save_if_alone(self, model: torch.nn.Module) -> None:
-        """Save the weights after an error, unless there are other processes.
+        """Save a checkpoint after an error, unless there are other processes.
 
-        Saving is a collective operation, and the other processes would not take part.
+        Saving is a collective operation, in which the other processes would not take part.
         """
         if self.accelerator.num_processes == 1:
             self._holdfast_save_last(model)
 
     def _holdfast_save_last(self, model: torch.nn.Module) -> None:
-        """Save before training ends, unless this step is already saved or saving is off."""
+        """Save a checkpoint before training ends, unless this step is saved or saving is off."""
         training = self._holdfast
         step = self.state.global_step
         if self.args.save_strategy == "no" or not step:
@@ -422,7 +440,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
         The Trainer calls this method after the last step of an epoch, and again after the epoch. A
         run that resumed from a save in the first call would start with the next epoch and never run
-        the evaluation at the end of this one, so the save is delayed to the second call.
+        the evaluation at the end of this epoch, so the save is delayed until the second call.
 
         When training stops on request, a checkpoint is saved even with ``save_strategy="best"``.
         """
@@ -442,7 +460,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             return super()._evaluate(*rest, **named)
         except Exception as error:
             if self.holdfast_guard is not None and find_out_of_memory(error) is not None:
-                # The weights are those of the last step, so they can be saved.
+                # The weights are still those of the last step, so they can be saved.
                 self._holdfast_save_if_alone(self.model_wrapped)
             raise
 
@@ -452,7 +470,11 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
 
 def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] | None:
-    """Return the dataset indices of all samples in a step, or None if any of them are unknown."""
+    """Return the dataset indices of all samples in a step, or None if any of them are unknown.
+
+    Args:
+        indices_by_batch: The indices of each batch in the step, or None if they are unknown.
+    """
     indices: list[int] = []
     for batch_indices in indices_by_batch:
         if batch_indices is None:
@@ -462,7 +484,7 @@ def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] |
 
 
 class _StopOnRequest:
-    """Callback that ends training on request, and passes evaluation losses to the guard."""
+    """Callback that ends training on a stop request, and passes evaluation losses to the guard."""
 
     def __init__(self, trainer: HoldfastMixin) -> None:
         self._trainer = trainer
@@ -495,10 +517,10 @@ class _StopOnRequest:
 
 
 class _StepAlreadyMade:
-    """Replaces ``optimizer.step`` with a no-op, because the guard has already run the step.
+    """A replacement for ``optimizer.step`` that does nothing, because the guard has run the step.
 
-    The two attributes set here are those that torch schedulers check to see whether the optimizer
-    was stepped before them.
+    It sets the two attributes by which torch schedulers detect whether the optimizer was stepped
+    before them: `_wrapped_by_lr_sched` on itself and ``_opt_called`` on the optimizer.
     """
 
     _wrapped_by_lr_sched = True

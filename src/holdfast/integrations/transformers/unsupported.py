@@ -7,7 +7,7 @@ from typing import Any
 from holdfast.core.errors import PolicyError
 from holdfast.integrations.refusals import check_accelerator, raise_first, unsupported
 
-# An optimizer whose name contains one of these updates weights during the backward pass.
+# An optimizer whose name contains one of these words updates weights during the backward pass.
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 _LEAVE_OUT = "remove it."
 

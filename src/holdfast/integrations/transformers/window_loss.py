@@ -3,16 +3,16 @@
 The Trainer passes the number of label tokens in the window to the model as
 ``num_items_in_batch``, if the signature of ``forward`` accepts it. There are three cases:
 
-- The model uses the argument: the model divides each batch's loss by this number, and the losses
-  of the batches are added.
+- The model uses the argument: it divides each batch's summed loss by this number, and the resulting
+  losses of the batches are added.
 - The model accepts arbitrary keyword arguments but ignores this one (Pegasus, Bart and others in
-  transformers 5.17). The Trainer then adds the mean losses of the batches, so the gradient is too
-  large by a factor of the number of batches. Here, each mean is weighted by its number of items
-  instead.
+  transformers 5.17). In this case, the Trainer adds the mean losses of the batches, so its gradient
+  is too large by a factor of the number of batches. This module weights each mean by its number of
+  items instead.
 - The model does not accept the argument: the loss of the window is the mean of the batches' mean
   losses.
 
-The signature does not show whether a model uses the argument, so a test determines this once.
+The signature does not show whether a model uses the argument, so `WindowLoss` tests this once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _IGNORED_LABEL = -100
 
 
 class WindowLoss:
-    """Loss function for the guard's steps. The guard calls it for each batch in a window.
+    """Loss function for the guard's steps, which the guard calls for each batch in a window.
 
-    If the guard splits a batch, it calls this function for each part.
+    If the guard splits a batch, it calls this function for each part of the batch.
 
     Args:
         trainer: The Trainer whose ``compute_loss`` is called.
@@ -49,14 +49,14 @@ class WindowLoss:
         self._trainer = trainer
         self._model = model
         self._split = split
-        # The number of label tokens in the window, or None if the model does not accept it.
+        # The number of label tokens in the window. None if the model does not accept the number.
         self._num_items: Any = None
         self._num_batches = 1
         # Whether the loss depends on `_num_items`. None until this has been tested.
         self._uses_items: bool | None = None
 
     def begin_window(self, batches: Sequence[Any], num_items: Any, guard: HostedGuard) -> Window:
-        """Return the batches as one `Window`, to be trained with this object as the loss function.
+        """Return a step's batches as a `Window` to train with this object as the loss function.
 
         Args:
             batches: The micro-batches of the step.
@@ -75,11 +75,11 @@ class WindowLoss:
         num_items = self._num_items
         if self._uses_items is False:
             # The Trainer multiplies the loss by the number of processes if it gets `num_items`.
-            # That is correct for a share of a sum, but not for a mean.
+            # That is correct for a share of a sum, but not for the mean that this model returns.
             num_items = None
         loss = self._compute(batch, num_items)
         if self._num_items is None and self._trainer.compute_loss_func is None:
-            # The guard adds the losses, so dividing here makes their sum the mean over the batches.
+            # The guard adds the losses, so this division makes their sum the mean over the batches.
             return loss / self._num_batches
         return loss
 
@@ -97,9 +97,14 @@ class WindowLoss:
         return loss
 
     def _recount(self, batches: Sequence[Any]) -> None:
-        """Count batches and items again after the guard has removed samples from the window."""
+        """Count batches and items again after the guard has removed samples from the window.
+
+        Args:
+            batches: The remaining batches.
+        """
         self._num_batches = len(batches)
-        # With several processes, counting is a collective in which the others would not take part.
+        # With several processes, the items cannot be counted again, since counting is a collective
+        # in which the other processes would not take part.
         if self._num_items is not None and self._trainer.accelerator.num_processes == 1:
             self._num_items = self._trainer._get_num_items_in_batch(
                 list(batches), self._trainer.args.device
@@ -115,7 +120,7 @@ class WindowLoss:
             loss_with_one = self._loss_with_items(sample, 1)
             loss_with_two = self._loss_with_items(sample, 2)
         if not math.isfinite(loss_with_one) or not math.isfinite(loss_with_two):
-            # The next step repeats the test.
+            # The test is inconclusive, so the next step repeats it.
             return
         if loss_with_one == 0.0:
             return
@@ -141,6 +146,6 @@ class WindowLoss:
             return batch
 
     def _loss_with_items(self, batch: Any, num_items: int) -> float:
-        # The Trainer's label smoother removes the labels from the batch, so pass a copy.
+        # Pass a copy of the batch, since the Trainer's label smoother removes the labels from it.
         items = torch.tensor(num_items, device=self._trainer.args.device)
         return float(self._compute(copy.copy(batch), items))
