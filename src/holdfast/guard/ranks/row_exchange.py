@@ -66,7 +66,7 @@ class RowExchange:
         self._counted = False
 
     def resume(self, reference: float | None) -> None:
-        """Continue with the reference from a checkpoint, or None if the checkpoint has none."""
+        """Set the reference to that of a checkpoint, or to None if the checkpoint has none."""
         self.reference = reference
 
     # --- an attempt
@@ -89,7 +89,7 @@ class RowExchange:
 
     @property
     def rows(self) -> Rows:
-        """Return the rows of all ranks, which `combine` has received."""
+        """Return the rows of all ranks, as stored by `receive`."""
         assert self._rows is not None
         return self._rows
 
@@ -139,7 +139,7 @@ class RowExchange:
     # --- the weight of this rank
 
     def weight(self, loss: torch.Tensor, items: Any, *, counted: bool, **fields: Any) -> Any:
-        """Send the loss and the items of this rank, and return the weight of its gradient.
+        """Send this rank's loss and number of items, and return the weight of its gradients.
 
         Args:
             loss: The loss of this rank, detached, shape ``()``.
@@ -176,17 +176,17 @@ class RowExchange:
         return reference
 
     def receive(self) -> Rows:
-        """Wait for the rows of all ranks after the gradients were reduced, and store them."""
+        """Wait for the rows of all ranks after the gradients were reduced, and return them."""
         self._rows = self.wait()
         return self._rows
 
     def correct_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Multiply the gradients by one factor that corrects for the reference.
+        """Multiply the gradients by one factor that corrects the ranks' weights.
 
         The weights were relative to the reference, which may differ from the mean number of items.
 
         Args:
-            parameters: The parameters of the step.
+            parameters: The parameters that have gradients.
         """
         rows = self.rows
         assert self.reference is not None
