@@ -172,7 +172,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     def reduce_gradients(
         self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
     ) -> PassResult:
-        """Reduce the gradients of a batch that was split, unless this rank runs alone."""
+        """Reduce the gradients of a batch that was split, unless this rank runs the model alone."""
         if self._is_alone:
             return passed
         items = 1 if added else passed.items

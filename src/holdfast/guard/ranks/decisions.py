@@ -45,6 +45,7 @@ class GroupStopRequest(StopRequest):
         reason must be the same on all ranks, since a script may use it to decide what to do next.
         """
         rank, stop = rows.stop
+        # For a signal, the number is 1 plus the signal's number; see `Row.stop`.
         if stop > 1.0:
             self.signal = signal.Signals(int(stop) - 1)
             self.reason = self.signal.name
@@ -67,12 +68,12 @@ class GroupStopRequest(StopRequest):
 
 @final
 class GroupSaves:
-    """Decides when all ranks save. The first rank decides for all of them.
+    """Makes all ranks save at the same steps. The first rank decides when.
 
     Args:
         own: The object that saves this rank's checkpoints.
         messages: The connection to the other ranks.
-        cursor: The position of this rank in its loader. None without a loader.
+        cursor: The position of this rank in its loader. None if there is no loader.
     """
 
     def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
@@ -84,7 +85,7 @@ class GroupSaves:
         self._refused = False
 
     def fields_of_row(self, kind: float) -> dict[str, bool]:
-        """Return the row fields that hold this rank's decision. Only the first rank's count.
+        """Return the row fields that hold the decision. Only the first rank calls this.
 
         Args:
             kind: The kind of the row that is about to be sent, such as `STEP`.
@@ -115,7 +116,7 @@ class GroupSaves:
         return due_from is not None and self._own.global_step >= due_from
 
     def let_finish(self) -> None:
-        """Wait briefly for the writers of all ranks, which stop when they learn of an error."""
+        """Wait briefly for a running save, which stops once the other ranks learn of an error."""
         until = time.monotonic() + _WRITER_SECONDS
         while self._own.is_busy and time.monotonic() < until:
             time.sleep(0.02)

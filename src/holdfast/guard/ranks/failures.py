@@ -1,4 +1,4 @@
-"""`Failures`: the first failure of any rank, which ends all ranks.
+"""`Failures`: the first failure on any rank, after which all ranks exit.
 
 A failing rank writes its error to the store under the key ``failure``, unless another rank has
 already done so. It then sends every rank a message that asks the rank to read this key.
@@ -67,7 +67,7 @@ class Failures:
         self.has_failed = True
         with contextlib.suppress(RuntimeError):
             self.post(error)
-            # The store may end with this process, so wait until the others have read the error.
+            # The store may disappear with this process, so wait until the others have read it.
             self._store.poll([_read_key(rank) for rank in self._ranks], _READ_SECONDS)
         # A known failure makes the threads of this process stop waiting for other ranks.
         self.known = self.known or rank_is_gone(_HAS_LEFT)
@@ -85,14 +85,14 @@ class Failures:
     # --- failures of other ranks
 
     def lose(self, rank: int, how: str) -> RankError:
-        """Report to all ranks that a rank is lost. From now on, `check` raises an error.
+        """Report to all ranks that a rank is lost. Afterwards, `check` raises an error.
 
         Args:
             rank: The lost rank.
             how: How the rank was lost, as a verb phrase that follows its name.
 
         Returns:
-            H114 about the lost rank, or an error that was known before.
+            Error H114 for the lost rank, or an error of another rank that was already known.
         """
         error = rank_is_gone(f"rank {rank} {how}")
         self.known = self.known or error

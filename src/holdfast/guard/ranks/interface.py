@@ -102,8 +102,8 @@ class Ranks(Protocol):
 
         Args:
             stop: The stop request of this rank.
-            saving: Saves the checkpoints of this rank.
-            cursor: The position of this rank in its loader. None without a loader.
+            saving: The object that saves this rank's checkpoints.
+            cursor: The position of this rank in its loader. None if there is no loader.
 
         Returns:
             The common stop request of all ranks, and the object that decides when to save.
@@ -111,11 +111,11 @@ class Ranks(Protocol):
         ...
 
     def open(self) -> None:
-        """Start to report an error that ends this process to the other ranks."""
+        """From now on, inform the other ranks about any error that ends this process."""
         ...
 
     def close(self, *, in_order: bool) -> None:
-        """Stop reporting errors to the other ranks.
+        """Stop informing the other ranks about errors.
 
         Args:
             in_order: Whether to wait until no other rank needs this one. False if the loop was left

@@ -1,4 +1,4 @@
-"""Inspect the main thread's stack for a collective of the script in which the thread is waiting.
+"""Use the main thread's stack to find the script's collective in which the thread is waiting.
 
 Collectives that the guard has started are ignored.
 """

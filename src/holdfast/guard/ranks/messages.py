@@ -6,7 +6,7 @@ The ranks exchange values, and tell each other about the first error on any rank
     ├── RankStore   one connection to the store; documents the keys
     ├── Progress    how far this rank has got, so that others can tell whether it will arrive
     ├── Inbox       tells another rank where this one is waiting, or that it has failed
-    ├── Failures    the first failure of any rank
+    ├── Failures    the first failure on any rank
     ├── StoreThreads
     │   └── Listener    reads the inbox of this rank in a thread
     └── ExceptHook  reports an exception that ends this process
@@ -94,12 +94,12 @@ class Messages:
     # --- opening and closing
 
     def open(self) -> None:
-        """Start to report an error that ends this process to the other ranks."""
+        """From now on, inform the other ranks about any error that ends this process."""
         self.is_closed = False
         self._hook.install()
 
     def close(self, *, in_order: bool) -> None:
-        """Stop reporting errors to the other ranks.
+        """Stop informing the other ranks about errors.
 
         Args:
             in_order: Whether to wait until all ranks have read this rank's messages, because the
@@ -249,7 +249,7 @@ class Messages:
     def _begin_exchange(
         self, topic: str, *, thread: str = "", action: str | None = None
     ) -> _Exchange:
-        """Count a new exchange. The arguments are those of `exchange`."""
+        """Count a new exchange, and return its description. The arguments are as in `exchange`."""
         self.check_here()
         # The number changes first, because the listener reads it last.
         number = self._progress.number_of_new_exchange(thread)

@@ -17,8 +17,8 @@ from holdfast.guard.ranks.row import Rows
 
 # Epochs with fewer steps than this are not evaluated.
 _LEAST_STEPS = 20
-# A rank is reported if it is busy longer than the median of the other ranks, by more than this
-# share of the epoch's duration. Smaller differences are normal variation.
+# A rank is reported if its busy time exceeds the median of the other ranks by more than this share
+# of the epoch's duration. Smaller differences are normal variation.
 _LEAST_SHARE = 0.1
 
 
@@ -82,6 +82,7 @@ class Pace:
         return event
 
     def _slow_rank(self, rows: Rows) -> RankIsSlow | None:
+        # Return an event about the rank that was busy longest, if its lead is large enough.
         seconds = time.perf_counter() - self._since
         busy = [
             between + forward for between, forward in zip(self._between, self._forward, strict=True)

@@ -1,9 +1,9 @@
 """The common base class of ranks that train one model with the same steps and decisions.
 
-In a normal step, this adds one small all-gather, which runs during backward. A rank that runs out
-of memory completes the collectives that the other ranks are waiting for, by sending NaN, and all
-ranks attempt the step again. A rank that fails in any other way tells the others why, and all ranks
-exit.
+In a normal step, these ranks exchange only a row of numbers, in one small all-gather that runs
+during backward. A rank that runs out of memory completes the collectives that the other ranks are
+waiting for, by sending NaN, and all ranks attempt the step again. A rank that fails in any other
+way tells the others why, and all ranks exit.
 """
 
 from __future__ import annotations
@@ -228,11 +228,11 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         return group_stop, group_saves
 
     def open(self) -> None:
-        """Start to report an error that ends this process to the other ranks."""
+        """From now on, inform the other ranks about any error that ends this process."""
         self._messages.open()
 
     def close(self, *, in_order: bool) -> None:
-        """Stop reporting errors to the other ranks; see `Messages.close`."""
+        """Stop informing the other ranks about errors; see `Messages.close`."""
         self._messages.close(in_order=in_order)
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -272,7 +272,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             yield
 
     def announce_failure(self, error: BaseException) -> BaseException | None:
-        """Tell the other ranks about an error that the guard raises; return an error behind it."""
+        """Tell the other ranks about an error that the guard raises. Return its cause, or None."""
         if self._messages.has_failed:
             return None
         self._model.end_attempt()
@@ -457,9 +457,10 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def _rows_of_epoch_end(self) -> Rows:
         """Exchange the rows of all ranks at the end of an epoch.
 
-        If steps broadcast buffers or gather shards before their row, these rows are sent through
-        the store instead of a collective. Otherwise, if one rank ran another step instead of ending
-        the epoch, its broadcast would be matched with the collective for the rows.
+        If steps broadcast buffers or gather shards before they exchange rows, the rows of the epoch
+        end are sent through the store instead of a collective. Otherwise, if one rank ran another
+        step instead of ending the epoch, its broadcast would be matched with the collective for the
+        rows.
         """
         peak = peak_bytes(self._model.device)
         is_behind = self._transfer.is_behind

@@ -20,9 +20,9 @@ _CALLS_OF_A_GUARD = 2**40
 class GuardsOfProcess:
     """The state that all guards in this process share. `GUARDS` is the only instance.
 
-    A script may have several guards, for example one for each of two models, that do not know each
-    other. The order of the calls to all of them reveals ranks that call different guards. If one
-    guard learns of a failure, the other guards must stop waiting as well.
+    A script may have several guards, for example one for each of two models. The order of the calls
+    to all of them reveals ranks that call different guards. If one guard learns of a failure, the
+    other guards must stop waiting as well.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ GUARDS = GuardsOfProcess()
 
 
 class Whereabouts(NamedTuple):
-    """The point in the program that a rank has reached, which it sends to other ranks.
+    """The point in the program that a rank has reached, in the form in which it tells other ranks.
 
     Attributes:
         rank: The rank.

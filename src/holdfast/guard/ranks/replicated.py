@@ -76,7 +76,7 @@ class ReplicatedModel(DistributedModel):
 
     @property
     def policy_overrides(self) -> Mapping[str, Any]:
-        """Return an empty mapping, since a replica supports all that a single process does."""
+        """Return an empty mapping, since a replica supports the same policies as one process."""
         return {}
 
     @property
@@ -120,7 +120,7 @@ class ReplicatedModel(DistributedModel):
         self._sequence_after_row = self._sequence_number()
 
     def end_attempt(self) -> None:
-        """End an attempt, and let the wrapper broadcast buffers again, as evaluations need it."""
+        """End an attempt, and let the wrapper broadcast buffers again, as evaluations require."""
         self._wrapper.broadcast_buffers = self._broadcasts
         # Forward passes without gradients clear this flag. Without this line, its value might be
         # different on a rank that has failed.
@@ -264,7 +264,7 @@ class ReplicatedModel(DistributedModel):
         return obstacle
 
     def reduce_nan(self) -> bool:
-        """Start the gradient reductions that this attempt still lacks, with NaN.
+        """Start the gradient reductions that this attempt still lacks, with NaN as input.
 
         Returns:
             Whether any reductions were missing.
@@ -305,6 +305,7 @@ class ReplicatedModel(DistributedModel):
             )
 
     def _reduce(self, buckets: list[Any]) -> None:
+        # Start the same reductions as torch would for these buckets, and wait for them.
         wrapper = self._wrapper
         if wrapper._comm_hooks:
             ((hook, state),) = wrapper._comm_hooks

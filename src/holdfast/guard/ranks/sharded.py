@@ -112,7 +112,7 @@ class ShardedModel(DistributedModel):
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
-        """Do nothing, since no collectives are counted from this point on."""
+        """Do nothing, since no count of collectives starts at this point."""
 
     def end_attempt(self) -> None:
         """Record that the attempt has ended, whether or not it succeeded."""

@@ -7,8 +7,8 @@ still exist. The prefix is followed by:
 =================================  =================================================================
 ``<exchange>/<rank>``              The value that a rank sends in an exchange of the main threads.
 ``<thread>/<exchange>/<rank>``     The same in an exchange of other threads, such as ``saves``.
-``failure``                        The first failure of any rank; see `Failures`.
-``failure/read/<rank>``            Set once this rank has read it.
+``failure``                        The first failure on any rank; see `Failures`.
+``failure/read/<rank>``            Set once this rank has read the failure.
 ``inbox/<rank>/length``            How many messages this rank was sent; see `Inbox`.
 ``inbox/<rank>/<position>``        One of these messages.
 ``alive/<rank>``                   How often this rank has answered that it is alive.
@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 # The shortest and longest time between two checks for a key, in seconds. The main thread does not
-# use the store's own `wait`, because that logs a warning when it times out.
+# use the store's own `wait`, because `wait` logs a warning when it times out.
 _SHORTEST = 0.001
 LONGEST_PAUSE_SECONDS = 0.05
 # The store closes the connection if a value is larger than 8 MiB, so large values are sent in
@@ -63,7 +63,7 @@ class RankStore:
         self._store: Any = PrefixStore(prefix, store.clone())
 
     def connect_again(self) -> RankStore:
-        """Return a new connection, for a thread that waits."""
+        """Return a new connection with the same prefix, for a thread that calls `wait`."""
         return RankStore(self._prefix)
 
     # --- texts

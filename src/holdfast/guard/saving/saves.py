@@ -176,6 +176,7 @@ class Saving:
         now = self._clock.monotonic_seconds()
         if step > last_step and self.chooser.is_overdue(now, auto=interval == "auto"):
             return True
+        # A multiple of the interval has been reached since the last attempt.
         return isinstance(interval, int) and step // interval > last_step // interval
 
     @property

@@ -68,6 +68,7 @@ class Snapshots:
         """Return whether the interval and enough time have passed since the last snapshot."""
         if self._interval is None:
             return False
+        # No multiple of the interval has been reached since the last snapshot.
         if global_step // self._interval <= self._last_step // self._interval:
             return False
         passed_seconds = self._clock.monotonic_seconds() - self._last_seconds

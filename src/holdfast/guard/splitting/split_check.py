@@ -262,8 +262,8 @@ class SplitCheck:
     _loss_facts: tuple[bool, bool] = field(default=(False, False), init=False)
     # The share of the samples in the first part. None means all samples but one.
     _first_share: float | None = field(default=None, init=False)
-    # The names of states that end up with different values after the parts than after the whole
-    # batch.
+    # The names of states whose final values differ between a pass over the whole batch and passes
+    # over its parts.
     uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
@@ -420,7 +420,7 @@ class SplitCheck:
     ) -> list[SplitCheckResult]:
         """Run the check on sets of samples whose last sample has no items.
 
-        The second part of such a set is this sample, which then has weight 0. The check shows
+        When such a set is cut, its second part is this sample, which has weight 0. The check shows
         whether the part still has a loss, which would be lost if the part were left out.
 
         Args:

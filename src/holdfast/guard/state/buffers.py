@@ -156,7 +156,7 @@ class BufferKeeper:
         return [place.name for place in changed] + changed_states
 
     def _learn_newly_mutable(self) -> list[str]:
-        """Treat constant buffers that changed as mutable from now on, and return their names."""
+        """Treat constant buffers that have changed as mutable, and return their names."""
         newly_mutable = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
@@ -238,7 +238,7 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
 def _once(
     tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Apply `once` to each tensor, so that each element of an expanded buffer is written once."""
+    """Apply `once` to each tensor, so that no element of an expanded buffer is written twice."""
     return [
         tensor if tensor is None or buffer is None else once(tensor, buffer)
         for tensor, buffer in zip(tensors, like, strict=True)

@@ -84,7 +84,7 @@ class StateKeeper:
         return [tracked.name for tracked in self._tracked]
 
     def objects(self) -> list[Any]:
-        """Return all objects."""
+        """Return all objects, in the same order as `names`."""
         return [tracked.stateful for tracked in self._tracked]
 
     def untouched(self) -> set[str]:

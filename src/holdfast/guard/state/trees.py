@@ -70,10 +70,10 @@ def children_of(tree: Any) -> list[Any]:
 
 
 def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
-    """Return whether a tree stays within limits for its nodes and its tensor and array bytes.
+    """Return whether a tree is small, that is, whether it exceeds neither of the two limits.
 
     Args:
-        tree: The tree.
+        tree: The nested state to measure.
         most_entries: The largest number of nodes.
         most_bytes: The largest size of all tensors and arrays together, in bytes.
     """

@@ -23,7 +23,7 @@ class Work:
     loss_fn: Callable[[Any], Any]
     # The names of the optimizers to step.
     names: Sequence[str]
-    # Describes where the batch dimension of the batch's tensors is.
+    # How to find the batch dimension of the tensors, as in the argument ``split=`` of `Guard`.
     split: Split
     # The number of samples in the batch, or in the largest batch of a window. None if the batch
     # cannot be split.

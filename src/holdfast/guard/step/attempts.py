@@ -98,7 +98,7 @@ class Attempts:
         self._begun = 0
         # The number of the current attempt. None between attempts.
         self.current: int | None = None
-        # The ids of the parameters in the last step, and all parameters that were not in it.
+        # The ids of the parameters that the last step updated, and all other parameters.
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []
 
@@ -111,7 +111,11 @@ class Attempts:
         return self._parts.compiled or anything_compiled()
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
-        """Copy everything that an attempt may change, clear gradients, and return the input."""
+        """Start a step: copy the state that attempts may change, and clear the gradients.
+
+        Returns:
+            The input of the step, to pass to the other methods.
+        """
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
         self._buffers.keep()

@@ -49,8 +49,8 @@ from holdfast.memory.oom import (
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
-# The steps before this one create optimizer state and choose kernels. The memory that this needs
-# can be released afterwards.
+# The steps before this one create optimizer state and choose kernels. Memory that only these steps
+# need can be released afterwards.
 _SETTLED_STEP = 3
 
 
@@ -146,7 +146,11 @@ class StepEngine:
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
     ) -> Work:
-        """Copy everything that an attempt may change, clear gradients, and return the input."""
+        """Start a step: copy the state that attempts may change, and clear the gradients.
+
+        Returns:
+            The input of the step, to pass to the other methods.
+        """
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
@@ -396,7 +400,7 @@ class StepEngine:
 
 
 def _dead_device(error: BaseException) -> DeviceError:
-    """Return error H403, since the device is unusable in this process after another error."""
+    """Return error H403 for an error that makes the device unusable in this process."""
     message = str(error).strip().splitlines()[0][:200]
     fix = "start the run again: it resumes from its newest checkpoint."
     if "assert" in message:

@@ -139,6 +139,7 @@ class Passes:
                 self._ranks.check_parts()
             terms = self._forward(part, samples, loss_fn)
             self._ranks.check_terms(terms)
+            # The items of the remaining parts are counted only if the loss has several terms.
             weights = tally.weigh(
                 terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn)
             )

@@ -69,6 +69,7 @@ class Replay:
         return Provenance(origin=find_nan(_batch_tensors(work), work.size))
 
     def _search(self, work: Work, plan: StepPlan) -> Provenance:
+        # Trace the step to find the operation, and then search for the samples.
         stepped_ids = {id(p) for p in work.parameters}
         named = [
             (name, p)
