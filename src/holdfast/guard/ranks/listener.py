@@ -63,7 +63,7 @@ class Listener:
         self._meetings = Meetings(rank, other_ranks, progress)
 
     def run(self, store: RankStore) -> None:
-        """Exit this process if another rank has failed or is waiting for this rank in vain.
+        """Exit this process if another rank has failed or waits where this rank will never arrive.
 
         This runs in a thread of its own. The main thread first gets a few seconds to notice the
         error and exit normally.
@@ -95,7 +95,7 @@ class Listener:
         os._exit(1)
 
     def _wait_for_failure(self, store: RankStore) -> RankError | None:
-        """Read messages until another rank has failed or is found to wait for this rank in vain.
+        """Read messages until another rank has failed, or waits where this rank will never arrive.
 
         Returns:
             The error, or None if this process is exiting or has failed itself.

@@ -309,7 +309,7 @@ class Messages:
         *,
         is_ending: bool = False,
     ) -> None:
-        """Tell other ranks where this rank is, so that they notice if they will never get there.
+        """Tell other ranks where this rank is, so that they notice if they will never reach it.
 
         Args:
             action: What this rank is doing, as a verb phrase that follows its name.

@@ -164,7 +164,7 @@ class ReplicatedModel(DistributedModel):
         """
         self._gradient_order.restore(order)
 
-    # --- collectives of the loss or the model
+    # --- collectives that the loss or the model starts
 
     def own_collectives(self) -> int:
         """Return how many collectives the loss or the model started in a complete attempt."""
