@@ -1,9 +1,9 @@
-"""Train one model on several ranks: what the ranks exchange, and how they agree on decisions.
+"""Train one model on several ranks, which exchange values and agree on decisions.
 
 Read in this order:
 
-1. `interface`: `Ranks`, through which the guard uses its ranks.
-2. `single_process`: `SingleProcess`, for a process that trains alone. It does nothing.
+1. `interface`: `Ranks`, the interface through which the guard works with the ranks of a run.
+2. `single_process`: `SingleProcess`, for a process that trains alone. Most methods do nothing.
 3. `row` and `row_exchange`: the numbers that ranks exchange in each step. `decisions` derives stops
    and saves from them.
 4. `process_group`: `ProcessGroupRanks`, the common base class for several ranks. `ddp` and `fsdp`
@@ -29,10 +29,10 @@ messages, which are exchanged only if an attempt has failed or its gradients are
         no: True                                       no: True           both skip the step
 
 A rank that runs out of memory calls `complete_collectives` instead of `accepts`. It starts the
-collectives that the other ranks are waiting for, with NaN, so that these ranks get to `accepts`
+collectives that the other ranks are waiting for, and sends NaN, so that these ranks reach `accepts`
 (`tape`, `collectives`). If the optimizer of a rank runs out of memory, the rank receives the state
-of another rank (`state_transfer`). If a rank fails in any other way, or ends before it has created
-its guard (`arrival`), all ranks end with an error that names this rank (`failures`, `listener`).
+of another rank (`state_transfer`). If a rank fails in any other way, or exits before it has created
+its guard (`arrival`), all ranks exit with an error that names this rank (`failures`, `listener`).
 
 `origin` finds the rank on which NaN or Inf appeared, and `pace` detects a slow rank.
 `differing_state` finds state that differs between ranks, and `rank_states` gathers it for a

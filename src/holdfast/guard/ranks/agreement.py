@@ -1,4 +1,4 @@
-"""Errors about settings that differ between ranks, or that several ranks do not support."""
+"""Check that ranks agree on their settings, and reject features that need a single process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def check_agreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Check that facts are the same on all ranks.
 
     Args:
-        facts_by_rank: The facts of each rank, by name.
+        facts_by_rank: For each rank, a mapping from the name of a fact to its value.
 
     Raises:
-        RankError: H116 if the fact named `PLACE` differs.
-        PolicyError: H115 if another fact differs.
+        RankError: H116 if ranks differ in the fact named `PLACE`, their position in the data.
+        PolicyError: H115 if ranks differ in any other fact.
     """
     for name, value in facts_by_rank[0].items():
         differing = [rank for rank, facts in enumerate(facts_by_rank) if facts.get(name) != value]
@@ -43,10 +43,10 @@ def check_agreement(facts_by_rank: Sequence[Mapping[str, Any]]) -> None:
 
 
 def unsupported(what: str) -> PolicyError:
-    """Return H108 for a feature that only works with a single process.
+    """Return error H108 for a feature that only works with a single process.
 
     Args:
-        what: The feature, as the subject of the message.
+        what: The feature, as a noun phrase with which the error message begins.
     """
     return PolicyError(
         f"{what} with several ranks",

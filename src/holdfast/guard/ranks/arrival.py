@@ -1,8 +1,8 @@
 """Detect a rank that ends before it has created its guard.
 
-Such a rank cannot report its own end. With the gloo backend, its closed connections reveal it
-within a second. With other backends, the other ranks wait until the process group times out. Each
-rank watches its two neighbors and tells all ranks if one of them is lost.
+Such a rank cannot report its own exit. With the gloo backend, its neighbors notice within a second
+that their connections to it are closed. With other backends, the other ranks wait until the process
+group times out. Each rank watches its two neighbors and informs all ranks if it loses one of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import distributed
 
 from holdfast.guard.ranks.messages import Messages
 
-# The tag of a message is this number plus the guard's number. The number is arbitrary ("Hold" in
-# ASCII), so that it does not collide with the tags of the script's own messages. Collectives use
-# other tags as well.
+# The tag of a message is this value plus the guard's number. The value is arbitrary ("Hold" in
+# ASCII) and unlikely to collide with the tags of the script's own messages or of collectives.
 _TAG = 0x486F6C64
 _REASON = "has ended or timed out before it created its guard"
 
@@ -28,6 +27,9 @@ def connect_ranks(group: Any) -> Messages:
 
     Args:
         group: The model's process group.
+
+    Returns:
+        The connection of this rank to the other ranks.
     """
     messages = Messages(distributed.get_rank(), distributed.get_world_size())
     _watch_neighbors(group, messages)
@@ -61,7 +63,15 @@ def _watch_neighbors(group: Any, messages: Messages) -> None:
 
 
 def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> None:
-    """In a thread, wait for a message from a neighbor. The content does not matter."""
+    """Wait until messages have been exchanged with a neighbor, or report the neighbor as lost.
+
+    This runs in a thread of its own. The content of the messages does not matter.
+
+    Args:
+        works: The pending transfers to and from the neighbor.
+        messages: The connection to the other ranks.
+        neighbor: The rank of the neighbor.
+    """
     try:
         for work in works:
             work.wait(timedelta(seconds=messages.timeout_seconds))
@@ -70,6 +80,7 @@ def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> N
 
 
 def _connects_by_gloo(group: Any) -> bool:
+    # Return whether a process group uses the gloo backend for CPU tensors.
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:

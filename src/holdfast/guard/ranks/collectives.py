@@ -1,9 +1,9 @@
-"""Count the collectives of the loss and the model, such as the gather of a contrastive loss.
+"""Count the collectives that the loss and the model start, for example to gather embeddings.
 
-Every backend of a process group numbers its collectives. The increase of these numbers during an
-attempt, minus the collectives of the guard and of the model's wrapper, is the number of collectives
-that the user's code has started, on any group and through any API. This needs no patching, and a
-normal step only reads a few integers.
+The backends of a process group number their collectives. The increase in these numbers during an
+attempt, minus the collectives started by the guard and by the model's wrapper, is the number of
+collectives that the user's code has started, on any group and through any API. This approach does
+not patch torch, and in a normal step it only reads a few integers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 class Collectives:
     """Counts the collectives that the loss or the model starts on this rank in an attempt.
 
-    Each process group has its own count, by the group's name. A thread may read the counts at any
-    time.
+    Collectives are counted separately for each process group, and the counts are keyed by the
+    group's name. Any thread may read them at any time.
     """
 
     def __init__(self) -> None:
@@ -44,23 +44,24 @@ class Collectives:
     def exclude_next(self, group: Any) -> None:
         """Exclude the next collective on a group from the count.
 
-        Call this before the collective starts. Otherwise, another thread might count it.
+        Call this before the collective starts. Otherwise, a thread that reads the count in between
+        would include the collective.
         """
         self._excluded[group.group_name] += 1
 
     def freeze(self) -> None:
-        """Freeze the count.
+        """Freeze the count that `started` returns.
 
-        After this point, the user's collectives cannot be distinguished from torch's own.
+        After this point, the user's collectives cannot be distinguished from those of torch.
         """
         if self._count_when_frozen is None:
             self._count_when_frozen = self._count()
 
     def started(self) -> Counter[str]:
-        """Return how many collectives were started on each group until the count was frozen."""
+        """Return how many collectives the user's code started on each group, up to `freeze`."""
         count = self._count()
-        # This is read after counting: if another thread has frozen the count in between, our count
-        # may include later collectives.
+        # Read the frozen count last. If another thread has frozen the count in the meantime, the
+        # count above may include later collectives.
         when_frozen = self._count_when_frozen
         return count if when_frozen is None else when_frozen
 
@@ -73,6 +74,8 @@ class Collectives:
         return self._count() - self._count_when_frozen
 
     def _count(self) -> Counter[str]:
+        # Return how many collectives this attempt has started on each group, minus excluded ones.
+        #
         # The guard calls `exclude_next` before it starts a collective. Because the numbers are read
         # before `_excluded`, all of the guard's collectives in these numbers are in `_excluded` as
         # well.
@@ -87,7 +90,7 @@ def sequence_numbers() -> Counter[str]:
 
 
 def groups_shared_with(rank: int) -> set[str]:
-    """Return the names of the groups that include both this process and another rank."""
+    """Return the names of the process groups that include both this process and `rank`."""
     groups = list(distributed_c10d._world.pg_names.items())
     return {
         name for group, name in groups if rank in distributed_c10d.get_process_group_ranks(group)
@@ -95,7 +98,7 @@ def groups_shared_with(rank: int) -> set[str]:
 
 
 def _number(group: Any) -> int:
-    """Return how many collectives were started on a group, on all of its backends together."""
+    """Return how many collectives were started on a group, summed over its backends."""
     total = 0
     # Some backends do not number their collectives.
     with contextlib.suppress(RuntimeError):
@@ -106,7 +109,7 @@ def _number(group: Any) -> int:
 
 @final
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `NeedsOtherRanksError` for an operator that needs other ranks to take part."""
+    """A mode that raises `NeedsOtherRanksError` for an operator that needs other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES:

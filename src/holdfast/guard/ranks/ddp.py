@@ -1,4 +1,4 @@
-"""`DdpRanks`: the ranks of a model in DistributedDataParallel."""
+"""`DdpRanks`: the ranks of a model that is wrapped in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from holdfast.numerics.loss import Terms
 
 
 def ddp_ranks(parts: Parts, name: str, wrapper: DistributedDataParallel) -> DdpRanks:
-    """Connect the ranks that train a model in DistributedDataParallel.
+    """Connect the ranks that train a model wrapped in DistributedDataParallel.
 
     Args:
-        parts: The parts of the guard.
-        name: The name of the model.
+        parts: The objects that the guard manages.
+        name: The name of the model in `parts`.
         wrapper: The DistributedDataParallel module.
     """
     messages = connect_ranks(wrapper.process_group)
@@ -85,7 +85,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
     ) -> tuple[GradientFacts, torch.Tensor]:
-        """Measure the gradients, which are not sharded."""
+        """Measure the gradients, each of which this rank holds in full."""
         return inspect(groups, loss, items)
 
     def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
@@ -93,7 +93,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return plan
 
     def request_optimizer_state(self) -> bool:
-        """Ask for the weights and moments of another rank, which holds the same state."""
+        """Request the weights and moments from another rank, which holds the same ones."""
         self._transfer.request()
         return True
 
@@ -121,10 +121,10 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         replay: Callable[[], Provenance],
         check_batch: Callable[[], Provenance],  # noqa: ARG002 - not needed, since a replay includes this check
     ) -> Provenance:
-        # This needs all ranks, which call it at the same point.
+        # Rebuilding the buckets involves all ranks, and all of them make this call now.
         self._model.rebuild()
-        # A rank with a finite loss may still be the cause, if a collective of the loss has sent its
-        # NaN to other ranks.
+        # A rank with a finite loss may still be the cause, if a collective called by the loss
+        # function has sent NaN from this rank to the others.
         if self.rank not in suspects and not self._own_collectives:
             return Provenance(problem="it appeared on another rank")
         with self.alone():
@@ -137,11 +137,10 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     # --- a batch that is split, or a model that this rank runs alone
 
     def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes over the parts of a batch, in which gradients are not
-        reduced.
+        """Return a context in which passes over the parts of a batch do not reduce gradients.
 
         Raises:
-            PolicyError: H108 if the model does not support that.
+            PolicyError: H108 if the model does not support splitting a batch.
         """
         self._only_this_rank_splits = only_this_rank
         obstacle = self._model.why_not_split
@@ -150,7 +149,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return self._model.no_sync()
 
     def check_parts(self) -> None:
-        """Raise H401 if the parts of a batch contain collectives that other ranks do not match."""
+        """Raise H401 if the parts of a batch start collectives that other ranks do not join."""
         if (
             not self._only_this_rank_splits
             or self._is_alone
@@ -173,7 +172,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     def reduce_gradients(
         self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
     ) -> PassResult:
-        """Reduce the gradients of a batch that was split, unless this rank runs alone."""
+        """Reduce the gradients of a batch that was split, unless this rank runs the model alone."""
         if self._is_alone:
             return passed
         items = 1 if added else passed.items
@@ -183,7 +182,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         is_one = isinstance(weight, float) and weight == 1.0
         if not is_one:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], weight)
-        # The passes did not reduce gradients, so that they are reduced only once, here.
+        # The passes over the parts did not reduce the gradients, so they are reduced once, here.
         self._model.reduce_gradients()
         return passed
 
@@ -200,7 +199,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     # --- saving
 
     def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return all state, since the first rank writes all of it."""
+        """Return `trees` unchanged, since the first rank writes the state of all components."""
         return trees
 
     def rows_to_load(

@@ -18,8 +18,9 @@ _WRITER_SECONDS = 2.0
 
 @final
 class GroupStopRequest(StopRequest):
-    """The common stop request of all ranks. A request on any rank reaches all ranks in the next
-    step.
+    """The common stop request of all ranks.
+
+    A request that is made on one rank reaches the other ranks in the next step.
 
     Args:
         own: The stop request of this rank.
@@ -38,12 +39,13 @@ class GroupStopRequest(StopRequest):
         return 0.0 if self._own.reason is None else 1.0
 
     def receive(self, rows: Rows) -> None:
-        """Follow the requests in the rows of all ranks.
+        """Adopt the stop requests in the rows of all ranks.
 
         If ranks received different signals, all ranks follow the one with the highest number. The
         reason must be the same on all ranks, since a script may use it to decide what to do next.
         """
         rank, stop = rows.stop
+        # For a signal, the number is 1 plus the signal's number; see `Row.stop`.
         if stop > 1.0:
             self.signal = signal.Signals(int(stop) - 1)
             self.reason = self.signal.name
@@ -66,12 +68,12 @@ class GroupStopRequest(StopRequest):
 
 @final
 class GroupSaves:
-    """Decides when all ranks save. The first rank decides for all of them.
+    """Makes all ranks save at the same steps. The first rank decides when.
 
     Args:
-        own: Saves the checkpoints of this rank.
+        own: The object that saves this rank's checkpoints.
         messages: The connection to the other ranks.
-        cursor: The position of this rank in its loader. None without a loader.
+        cursor: The position of this rank in its loader. None if there is no loader.
     """
 
     def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
@@ -83,7 +85,11 @@ class GroupSaves:
         self._refused = False
 
     def fields_of_row(self, kind: float) -> dict[str, bool]:
-        """Return the fields of the first rank's row that contain its decision."""
+        """Return the row fields that hold the decision. Only the first rank calls this.
+
+        Args:
+            kind: The kind of the row that is about to be sent, such as `STEP`.
+        """
         steps = int(kind == STEP)
         waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
         return {
@@ -97,26 +103,26 @@ class GroupSaves:
         self._refused = bool(first.refused)
         self._due_from = None
         if first.save:
-            # The row was sent before the step was counted.
+            # A row of a step is sent before the step is counted, so add that step here.
             self._due_from = self._own.global_step + (first.kind == STEP)
 
     def is_due(self) -> bool:
-        """Return whether all ranks save at this boundary.
+        """Return whether all ranks must save at this step boundary, and discard the decision.
 
-        They do not save if the step after which a save was due has been skipped.
+        The result is False if the step after which a save was due has been skipped.
         """
         due_from = self._due_from
         self._due_from = None
         return due_from is not None and self._own.global_step >= due_from
 
     def let_finish(self) -> None:
-        """Wait briefly for the writers of all ranks, which stop when they learn of an error."""
+        """Wait briefly for a running save, which stops once the other ranks learn of an error."""
         until = time.monotonic() + _WRITER_SECONDS
         while self._own.is_busy and time.monotonic() < until:
             time.sleep(0.02)
 
     def take_refusal(self) -> str | None:
-        """Return on all ranks why a save was refused since the last call, or None."""
+        """Return, on all ranks, why a save has been refused since the last call, or None."""
         if not self._refused:
             return None
         self._refused = False

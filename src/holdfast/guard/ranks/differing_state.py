@@ -1,9 +1,9 @@
-"""Find state that differs between ranks, among buffers and ``state=`` objects.
+"""Find buffers and ``state=`` objects that differ between ranks.
 
-The ranks exchange digests of their entries. Only entries with different digests are sent to the
+The ranks exchange digests of these entries. Only entries with different digests are sent to the
 first rank, which writes them into the checkpoint.
 
-``replicated`` decides which buffers are broadcast in each step.
+The module ``replicated`` decides which buffers are broadcast in each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("buffers", "states")
 
 @final
 class Digests:
-    """Computes the digests of a rank's entries. Digests of constant buffers are cached."""
+    """Computes the digests of a rank's entries, and caches those of constant buffers."""
 
     def __init__(self) -> None:
         self._of_constants: dict[str, str] = {}
@@ -81,7 +81,7 @@ def select(entries: EntriesByKind, names: Mapping[str, Sequence[str]]) -> dict[s
 
 
 def _digest(tree: Any) -> str:
-    """Return the SHA-256 digest of nested state: of the bytes of its tensors and its other values.
+    """Return the SHA-256 digest of nested state, including the bytes of its tensors.
 
     Raises:
         CheckpointError: H310 if the state contains a value that no checkpoint can hold.

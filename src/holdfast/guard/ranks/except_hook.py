@@ -37,6 +37,8 @@ class ExceptHook:
     def _report(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        # This is the hook: it reports an uncaught exception to the other ranks, unless this rank
+        # has already reported one, and then calls the previous hook.
         cause = None
         if not self._failures.has_failed:
             cause = self._failures.cause_of(error)

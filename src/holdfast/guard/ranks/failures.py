@@ -1,7 +1,7 @@
-"""`Failures`: the first failure of any rank, which ends all ranks.
+"""`Failures`: the first failure on any rank, after which all ranks exit.
 
-A rank that fails writes its error to the key ``failure`` of the store, unless another rank was
-first. Then it sends every rank a letter, which asks the rank to read this key.
+A failing rank writes its error to the store under the key ``failure``, unless another rank has
+already done so. It then sends every rank a message that asks the rank to read this key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.guard.ranks.progress import GUARDS
 from holdfast.guard.ranks.store import RankStore
 
 _KEY = "failure"
-# Words in error messages that may be due to the end of another rank.
+# Words in an error message that suggest that another rank has exited.
 _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _HAS_LEFT = "this rank has left the group after an error, or this is a fork of its process"
 # How long a failing rank waits for all ranks to read its error, in seconds.
@@ -35,7 +35,7 @@ class Failures:
         rank: This rank.
         ranks: All ranks.
         store: A connection to the store.
-        inbox: Sends letters to the ranks.
+        inbox: The object that sends messages to the ranks.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], store: RankStore, inbox: Inbox) -> None:
@@ -43,9 +43,10 @@ class Failures:
         self._ranks = ranks
         self._store = store
         self._inbox = inbox
-        # The error of another rank that has failed.
+        # The error of another rank that has failed. None if no failure is known.
         self.known: RankError | None = None
-        # Whether this rank has failed, or is a forked copy of a rank. If so, it sends no messages.
+        # Whether this rank has failed, or this process is a fork of a rank. If so, it sends no
+        # messages.
         self.has_failed = False
 
     def check(self) -> None:
@@ -56,23 +57,23 @@ class Failures:
             raise rank_is_gone(_HAS_LEFT)
 
     def be_silent(self) -> None:
-        """Disable reports in a forked process, since its end does not concern the rank."""
+        """Disable reports in a forked process, since its exit is not a failure of the rank."""
         self.has_failed = True
 
     # --- failures of this rank
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends. Only the first error of all ranks counts."""
+        """Tell the other ranks why this one exits. Only the first error on any rank is kept."""
         self.has_failed = True
         with contextlib.suppress(RuntimeError):
             self.post(error)
-            # The store may end with this process, so wait until the others have read the error.
+            # The store may disappear with this process, so wait until the others have read it.
             self._store.poll([_read_key(rank) for rank in self._ranks], _READ_SECONDS)
-        # With this, threads of this process stop waiting for other ranks.
+        # A known failure makes the threads of this process stop waiting for other ranks.
         self.known = self.known or rank_is_gone(_HAS_LEFT)
 
     def post(self, error: BaseException) -> None:
-        """Write an error to the store unless it holds one, and ask all ranks to read it."""
+        """Write an error to the store unless it has one already, and ask all ranks to read it."""
         out_of_step_by = None
         if isinstance(error, RankError) and error.rule == "H116":
             out_of_step_by = error.what
@@ -84,14 +85,14 @@ class Failures:
     # --- failures of other ranks
 
     def lose(self, rank: int, how: str) -> RankError:
-        """Report to all ranks that a rank is lost. From now on, `check` raises an error.
+        """Report to all ranks that a rank is lost. Afterwards, `check` raises an error.
 
         Args:
             rank: The lost rank.
             how: How the rank was lost, as a verb phrase that follows its name.
 
         Returns:
-            H114 about the lost rank, or an error that was known before.
+            Error H114 for the lost rank, or an error of another rank that was already known.
         """
         error = rank_is_gone(f"rank {rank} {how}")
         self.known = self.known or error
@@ -101,7 +102,7 @@ class Failures:
         return self.known
 
     def note(self, error: RankError | None) -> None:
-        """Store the error that the listening thread has received, if there is one."""
+        """Remember an error that the listening thread has received. Do nothing if it is None."""
         if error is not None:
             self.known = error
             GUARDS.note_failure(error)
@@ -116,7 +117,7 @@ class Failures:
         if rank == self._rank:
             return None
         if out_of_step_by is not None:
-            # If ranks are out of step, each of them raises H116, not only the rank that noticed it.
+            # If ranks are out of step, all of them raise H116, not only the rank that noticed.
             return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",
@@ -144,7 +145,7 @@ class Failures:
         return self.known_or("another rank has ended without reporting an error")
 
     def known_or(self, what: str) -> RankError:
-        """Return the error of another rank that a guard in this process knows, or otherwise H114.
+        """Return another rank's error that is known to this process, or else a new error H114.
 
         Args:
             what: The message of H114, without a final period.
@@ -153,11 +154,12 @@ class Failures:
 
 
 def _read_key(rank: int) -> str:
+    # A rank sets this key in the store once it has read the failure.
     return f"{_KEY}/read/{rank}"
 
 
 def rank_is_gone(what: str) -> RankError:
-    """Return H114 for a rank that has ended without reporting an error."""
+    """Return error H114 for a rank that has exited without reporting an error."""
     return RankError(
         what,
         limit="the others cannot continue without it",
@@ -170,7 +172,7 @@ def rank_is_gone(what: str) -> RankError:
 
 
 def out_of_step(what: str) -> RankError:
-    """Return H116 for ranks that have not made the same calls with the same batches."""
+    """Return error H116 for ranks that have not made the same calls with the same batches."""
     return RankError(
         what,
         limit="all ranks must call the guard in the same order, with the same batches",

@@ -36,7 +36,7 @@ def fsdp_ranks(parts: Parts, module: nn.Module) -> FsdpRanks:
     """Connect the ranks that train a model under ``fully_shard``.
 
     Args:
-        parts: The parts of the guard.
+        parts: The objects that the guard manages.
         module: The model.
     """
     messages = connect_ranks(distributed.group.WORLD)
@@ -54,8 +54,8 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
     """
 
     shards_state = True
-    # All ranks recompute the same modules, so that they repeat the collectives in these modules
-    # together.
+    # A rank that runs out of memory may recompute modules: all ranks recompute the same ones, and
+    # therefore repeat the collectives in these modules together.
     why_only_retry = None
     ignored: Sequence[str] = ()
 
@@ -71,7 +71,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
 
     @property
     def writers(self) -> Writers:
-        """Return all ranks, since each rank writes its own shards."""
+        """Return the checkpoint writers: all ranks, since each rank writes its own shards."""
         return self._writers
 
     def supported_policy(self, policy: Policy) -> Policy:
@@ -135,16 +135,17 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
         replay: Callable[[], Provenance],  # noqa: ARG002 - unused: a replay would need all ranks
         check_batch: Callable[[], Provenance],
     ) -> Provenance:
+        # Only the batch can be checked, since one rank cannot replay a step of a sharded model.
         in_batch = check_batch()
         if in_batch.origin is not None:
             return in_batch
         return Provenance(problem=_WHY_NOT_TRACED)
 
     def _credible(self, reports: list[OriginReport]) -> list[OriginReport]:
-        """Return the reports. If all ranks have found an origin, these origins are removed.
+        """Return the reports, and remove their origins if every rank has found one.
 
         Only the batches were checked. If every batch contains NaN, for example as missing labels,
-        NaN in a batch is not the cause.
+        this NaN is not the cause.
         """
         if not all(report.has_origin for report in reports):
             return reports

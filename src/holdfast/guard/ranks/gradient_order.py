@@ -1,6 +1,6 @@
 """`GradientOrder`: preserve the order in which DistributedDataParallel sums gradients.
 
-torch fills its buckets in the order in which gradients were computed in the first step. In the
+torch assigns gradients to buckets in the order in which they are computed in the first step. In the
 first step of a resumed process, this order may be different, for example because the machine is
 busy. The gradients would then be summed in a different order, and their last bits would differ.
 """
@@ -16,7 +16,9 @@ import torch
 
 @final
 class GradientOrder:
-    """The order of the gradients, as positions of parameters. Used by `ReplicatedModel`.
+    """Records and restores the order of the gradients, as a list of parameter indices.
+
+    Used by `ReplicatedModel`.
 
     Args:
         wrapper: The DistributedDataParallel module.
@@ -38,7 +40,7 @@ class GradientOrder:
             ]
 
     def begin_attempt(self) -> None:
-        """Start again to record the order, if it is still being recorded."""
+        """Restart the recording of the order, unless the recording has ended."""
         if self._hooks:
             self._order.clear()
 
@@ -49,15 +51,15 @@ class GradientOrder:
         self._hooks = []
 
     def recorded(self) -> list[int]:
-        """Return the order, or an empty list if the order is unknown or does not matter."""
+        """Return the recorded order, or an empty list if it is unknown or does not matter."""
         if sorted(self._order) != list(range(len(trained_parameters(self._wrapper)))):
             return []
         return self._order
 
     def restore(self, order: list[int]) -> None:
-        """Make torch fill its buckets in a given order, on all ranks.
+        """Make torch assign gradients to its buckets in a given order. All ranks must call this.
 
-        This does nothing after the first step of the process, in which torch creates the buckets.
+        This has no effect after the first step of the process, in which torch creates the buckets.
 
         Args:
             order: The order that `recorded` returned in an earlier process.
@@ -84,7 +86,7 @@ def trained_parameters(wrapper: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context without the hooks of these parameters."""
+    """Return a context in which the gradient hooks of these parameters do not run."""
     hook_dicts = [
         hooks
         for p in parameters

@@ -1,7 +1,7 @@
-"""`Inbox`: short messages ("letters") from rank to rank, which a thread of the receiver reads in
-order.
+"""`Inbox`: send short messages from rank to rank through the store.
 
-A letter is one of the strings below, or the `Whereabouts` of its sender.
+A thread of the receiver reads these messages in order. Each of them, called a letter in the code,
+is one of the strings below or the `Whereabouts` of its sender.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import final
 from holdfast.guard.ranks.progress import Whereabouts
 from holdfast.guard.ranks.store import LONGEST_PAUSE_SECONDS, RankStore
 
-# Asks the receiver to read the key ``failure``.
+# Asks the receiver to read the error that is in the store under the key ``failure``.
 READ_FAILURE = "read failure"
 # Asks the receiver whether it is alive.
 ARE_YOU_ALIVE = "are you alive"
-# How long another rank may take to answer that it is alive, in seconds. Native code may keep its
-# threads from running for a while.
+# How long another rank may take to answer that it is alive, in seconds. Native code may prevent
+# Python threads from running for a while.
 _ANSWER_SECONDS = 30.0
 
 
 @final
 class Inbox:
-    """Sends letters to the ranks.
+    """Sends messages to the ranks.
 
     Args:
         store: A connection to the store.
@@ -34,16 +34,18 @@ class Inbox:
         self._store = store
 
     def send(self, rank: int, letter: str) -> None:
-        """Send a letter to a rank."""
+        """Send a message to a rank."""
+        # `add` returns the new number of messages, and positions start at 0.
         position = self._store.add(f"inbox/{rank}/length", 1) - 1
         self._store.set_text(letter_key(rank, position), letter)
 
     def send_whereabouts(self, rank: int, whereabouts: Whereabouts) -> None:
-        """Send the whereabouts of this rank to another rank."""
+        """Tell another rank how far this rank has got in the program."""
         self.send(rank, json.dumps(whereabouts))
 
     def answers(self, rank: int) -> bool:
-        """Ask another rank whether it is alive. Return whether its listening thread answers."""
+        """Ask another rank whether it is alive, and return whether its listening thread answers."""
+        # Adding 0 reads the counter, which the other rank increments.
         before = self._store.add(f"alive/{rank}", 0)
         self.send(rank, ARE_YOU_ALIVE)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -55,20 +57,20 @@ class Inbox:
 
 
 def letter_key(rank: int, position: int) -> str:
-    """Return the key of a letter to a rank.
+    """Return the store key of a message to a rank.
 
     Args:
-        rank: The rank.
-        position: The position of the letter among all letters to this rank, from 0.
+        rank: The receiving rank.
+        position: The index of the message among all messages to this rank, from 0.
     """
     return f"inbox/{rank}/{position}"
 
 
 def answer(store: RankStore, rank: int) -> None:
-    """Answer that this rank is alive."""
+    """Answer a message that asks whether this rank is alive."""
     store.add(f"alive/{rank}", 1)
 
 
 def whereabouts_in(letter: str) -> Whereabouts:
-    """Return the whereabouts in a letter."""
+    """Return the `Whereabouts` that are encoded in a message."""
     return Whereabouts(*json.loads(letter))

@@ -1,9 +1,9 @@
-"""`Ranks`: the interface through which the guard uses its ranks.
+"""`Ranks`: the interface through which the guard works with the ranks of a run.
 
-Steps, the loop and saving use only this part of the package. `SingleProcess` implements the
+The code for steps, the loop and saving uses only this interface. `SingleProcess` implements the
 interface for a process that trains alone, `DdpRanks` for a model in DistributedDataParallel, and
 `FsdpRanks` for a model under ``fully_shard``. The purpose of each method is documented here. The
-docstrings of the implementations describe how they fulfill it.
+docstrings in these classes describe how a method fulfills its purpose.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.memory.ladder import StepPlan
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.loss import Terms
 
-# The name of the position in the data, which `Ranks.agree` compares before other facts.
+# The name of the fact that holds the position in the data. `Ranks.agree` raises H116 if it differs.
 PLACE = "epoch and batch"
 _T = TypeVar("_T")
 
@@ -37,11 +37,11 @@ class Saves(Protocol):
     """Decides when the loop saves."""
 
     def is_due(self) -> bool:
-        """Return whether all ranks must save at this boundary."""
+        """Return whether all ranks must save at this step boundary."""
         ...
 
     def take_refusal(self) -> str | None:
-        """Return why a save was refused since the last call, or None."""
+        """Return why a save has been refused since the last call, or None."""
         ...
 
 
@@ -102,8 +102,8 @@ class Ranks(Protocol):
 
         Args:
             stop: The stop request of this rank.
-            saving: Saves the checkpoints of this rank.
-            cursor: The position of this rank in its loader. None without a loader.
+            saving: The object that saves this rank's checkpoints.
+            cursor: The position of this rank in its loader. None if there is no loader.
 
         Returns:
             The common stop request of all ranks, and the object that decides when to save.
@@ -111,11 +111,11 @@ class Ranks(Protocol):
         ...
 
     def open(self) -> None:
-        """From now on, tell the other ranks about an error that ends this process."""
+        """From now on, inform the other ranks about any error that ends this process."""
         ...
 
     def close(self, *, in_order: bool) -> None:
-        """Stop telling the other ranks about errors.
+        """Stop informing the other ranks about errors.
 
         Args:
             in_order: Whether to wait until no other rank needs this one. False if the loop was left
@@ -124,7 +124,7 @@ class Ranks(Protocol):
         ...
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Check that facts are the same on all ranks. This also waits for all ranks.
+        """Wait for all ranks, and check that facts are the same on all of them.
 
         Args:
             topic: A description of the facts that are compared.
@@ -149,6 +149,9 @@ class Ranks(Protocol):
             choose: Function that the first rank calls to choose the object.
             name_of: Function that returns the name of the object.
             find: Function that the other ranks call to find the object by its name.
+
+        Returns:
+            The object, or None if `choose` returned None.
         """
         ...
 
@@ -161,7 +164,7 @@ class Ranks(Protocol):
         ...
 
     def announce_failure(self, error: BaseException) -> BaseException | None:
-        """Tell the other ranks about an error that leaves the guard. A single rank calls this.
+        """Tell the other ranks about an error that the guard raises. A single rank may call this.
 
         Returns:
             The error of another rank that caused this one, or None.
@@ -175,23 +178,23 @@ class Ranks(Protocol):
         ...
 
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
-        """Return the loss to run backward from, shape ``()``.
+        """Return the loss on which to call ``backward``, with shape ``()``.
 
         The loss is scaled so that averaging the gradients over the ranks gives the gradient of the
-        mean over the items of all ranks.
+        mean loss over the items of all ranks.
         """
         ...
 
     def check_terms(self, terms: Terms) -> None:
-        """Raise H203 for a loss that cannot be averaged over ranks. A single rank calls this."""
+        """Raise H203 for a loss that cannot be averaged over ranks. A single rank may call this."""
         ...
 
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients by the number of items on all ranks, and combine the results.
+        """Rescale the gradients for the number of items on all ranks, and combine the results.
 
         Args:
             passed: The result of the passes on this rank.
-            parameters: The parameters of the step.
+            parameters: The parameters that have gradients.
 
         Returns:
             A result with the mean loss over the items of all ranks and the number of these items.
@@ -220,7 +223,7 @@ class Ranks(Protocol):
 
         Args:
             failure: A description of the failure.
-            parameters: The parameters of the step, whose gradients are cleared.
+            parameters: The parameters whose gradients are cleared.
 
         Raises:
             OutOfMemoryError: H401 if the collectives cannot be completed.
@@ -240,13 +243,13 @@ class Ranks(Protocol):
         ...
 
     def request_optimizer_state(self) -> bool:
-        """Ask for the weights and moments of another rank. A single rank calls this.
+        """Request the weights and moments from another rank. A single rank may call this.
 
-        This is called if the optimizer of this rank has run out of memory in the middle of its
-        step.
+        Call this if the optimizer of this rank has run out of memory in the middle of its step.
 
         Returns:
-            Whether this rank will receive the weights and moments, which completes the failed step.
+            Whether this rank will receive the weights and moments. Receiving them completes the
+            failed step.
 
         Raises:
             OutOfMemoryError: H402 if no other rank holds the same weights.
@@ -256,19 +259,21 @@ class Ranks(Protocol):
     def find_origin(
         self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
     ) -> Provenance:
-        """Find the origin of NaN or Inf in a step that all ranks have taken back.
+        """Find the origin of NaN or Inf in a step that all ranks have rolled back.
 
         Args:
             replay: Function that replays the step on this rank.
             check_batch: Function that only checks this rank's batch.
+
+        Returns:
+            The origin, or a reason why it is unknown.
         """
         ...
 
     # --- a batch that is split, or a model that one rank runs alone
 
     def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes over the parts of a batch, in which gradients are not
-        reduced.
+        """Return a context in which passes over the parts of a batch do not reduce gradients.
 
         Call `reduce_gradients` afterwards. A single rank may call both methods.
 
@@ -278,10 +283,9 @@ class Ranks(Protocol):
         ...
 
     def check_parts(self) -> None:
-        """Raise H401 if the passes over parts of a batch start collectives that other ranks lack.
+        """Raise H401 if the parts of a batch start collectives that other ranks do not join.
 
-        This happens if only this rank splits its batch. The rank calls this method between two
-        parts.
+        This can happen if only this rank splits its batch. Call this method between two parts.
         """
         ...
 
@@ -291,9 +295,9 @@ class Ranks(Protocol):
         """Reduce the gradients of a batch that was split, and return the result of its passes.
 
         Args:
-            passed: The result of its passes.
-            parameters: The parameters with gradients.
-            added: Whether all ranks have the same weight, regardless of their number of items.
+            passed: The result of the passes over the parts of the batch.
+            parameters: The parameters that have gradients.
+            added: Whether to give all ranks the same weight, regardless of their number of items.
         """
         ...
 
@@ -304,7 +308,7 @@ class Ranks(Protocol):
     # --- the loop and saving
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Record that the loader has ended, and return an event if one of the ranks was slow.
+        """Record that the loader has ended, and return an event if one rank was slow, or None.
 
         Raises:
             RankError: H116 if the loader of another rank has not ended.

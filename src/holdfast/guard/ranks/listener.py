@@ -1,7 +1,7 @@
-"""`Listener`: a thread that reads the letters to this rank, and ends the process if necessary.
+"""`Listener`: a thread that reads the messages to this rank, and ends the process if necessary.
 
-It ends the process if another rank has failed, or is waiting at a point that this rank will never
-reach. The main thread cannot do that, since it may be blocked in a collective that will never
+The thread ends the process if another rank has failed, or is waiting at a point that this rank will
+never reach. The main thread cannot do so, since it may be blocked in a collective that will never
 complete.
 """
 
@@ -38,13 +38,13 @@ _COLLECTIVE_SECONDS = 5.0
 
 @final
 class Listener:
-    """Reads the letters to this rank. Used by `Messages`.
+    """Reads the messages to this rank. Used by `Messages`.
 
     Args:
         rank: This rank.
         other_ranks: How many other ranks there are.
         threads: The threads of the guard. The listening thread is one of them.
-        progress: How far this rank is.
+        progress: How far this rank has got in the program.
         failures: The failures that this rank knows about.
     """
 
@@ -63,12 +63,13 @@ class Listener:
         self._meetings = Meetings(rank, other_ranks, progress)
 
     def run(self, store: RankStore) -> None:
-        """In a thread, exit this process if another rank has failed or waits for it in vain.
+        """Exit this process if another rank has failed or waits where this rank will never arrive.
 
-        The main thread gets a few seconds to notice the error and exit normally.
+        This runs in a thread of its own. The main thread first gets a few seconds to notice the
+        error and exit normally.
 
         Args:
-            store: The connection of this thread.
+            store: The store connection of this thread.
         """
         try:
             error = self._wait_for_failure(store)
@@ -79,8 +80,8 @@ class Listener:
             return
         if error is None:
             return
-        # If the main thread is in a collective of the script, torch may end the process with a
-        # connection error as soon as the other ranks end, so print the cause first.
+        # If the main thread is in a collective started by the script, torch may end the process
+        # with a connection error as soon as the other ranks exit, so print the cause first.
         is_printed = collective_of_main_thread() is not None
         if is_printed:
             print_error(error)
@@ -94,7 +95,7 @@ class Listener:
         os._exit(1)
 
     def _wait_for_failure(self, store: RankStore) -> RankError | None:
-        """Read letters until another rank has failed, or waits for this rank in vain.
+        """Read messages until another rank has failed, or waits where this rank will never arrive.
 
         Returns:
             The error, or None if this process is exiting or has failed itself.
@@ -120,12 +121,12 @@ class Listener:
         """While other ranks are waiting, check whether this rank will reach them.
 
         Args:
-            store: The connection of this thread.
-            key: The key of the next letter. The check ends when this letter arrives.
+            store: The store connection of this thread.
+            key: The key of the next message. The check ends when this message arrives.
 
         Returns:
             H116 if this rank will not reach them. None if no rank is waiting any more, or if there
-            is a new letter.
+            is a new message.
         """
         while self._meetings.are_expected and not self._threads.is_ending and not store.has(key):
             error = self._meetings.judge()
@@ -144,7 +145,7 @@ class Meetings:
     Args:
         rank: This rank.
         other_ranks: How many other ranks there are.
-        progress: How far this rank is.
+        progress: How far this rank has got in the program.
     """
 
     def __init__(self, rank: int, other_ranks: int, progress: Progress) -> None:
@@ -153,23 +154,23 @@ class Meetings:
         self._progress = progress
         # The whereabouts of other ranks, with the monotonic time at which each was received.
         self._received: list[tuple[float, Whereabouts]] = []
-        # The monotonic time at which this rank was first seen waiting in a collective of the script
-        # while other ranks waited for it in the guard. None if the two do not wait for each other.
+        # The monotonic time at which this rank was first seen waiting in a collective started by
+        # the script while other ranks waited for it in the guard. None if that is not the case now.
         self._elsewhere_since: float | None = None
 
     @property
     def are_expected(self) -> bool:
-        """Return whether this rank has not yet reached the point where another rank is."""
+        """Return whether another rank is at a point that this rank has not reached yet."""
         return bool(self._received)
 
     def add(self, whereabouts: Whereabouts) -> None:
-        """Record where another rank is."""
+        """Record the point at which another rank is waiting or has ended."""
         self._received.append((time.monotonic(), whereabouts))
 
     def judge(self) -> RankError | None:
         """Return H116 if this rank will not reach the point where another rank is, or None.
 
-        Whereabouts that this rank has reached are removed.
+        Points that this rank has reached are no longer checked.
         """
         due = [
             whereabouts

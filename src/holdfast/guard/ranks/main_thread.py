@@ -1,6 +1,6 @@
-"""Find out from the main thread's stack in which of the script's collectives it is waiting.
+"""Use the main thread's stack to find the script's collective in which the thread is waiting.
 
-Collectives that the guard has started do not count.
+Collectives that the guard has started are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SYNCHRONIZING = frozenset(
         "reduce_scatter_single",
     }
 )
-# Some ranks, such as the sender, may return from these collectives before others have entered.
+# Some ranks, such as the sender, may return from these collectives before others have entered them.
 _ONE_SIDED = frozenset(
     {
         "broadcast",
@@ -66,8 +66,8 @@ def collective_of_main_thread() -> Collective | None:
     frame = None if identity is None else sys._current_frames().get(identity)
     outermost = None
     while frame is not None:
-        # Collectives may call other collectives: `all_gather_object` calls `all_gather`. Look for
-        # the outermost collective, which the script called.
+        # Collectives may call other collectives: `all_gather_object` calls `all_gather`. Find the
+        # outermost one, since that is the one that the script called.
         outermost = _collective_of(frame) or outermost
         frame = frame.f_back
     return outermost

@@ -4,11 +4,11 @@ The ranks exchange values, and tell each other about the first error on any rank
 
     Messages        exchanges values, and waits for the values of other ranks
     ├── RankStore   one connection to the store; documents the keys
-    ├── Progress    how far this rank is, so that others can tell whether it will arrive
-    ├── Inbox       sends letters to ranks: where this one waits, or that it has failed
-    ├── Failures    the first failure of any rank
+    ├── Progress    how far this rank has got, so that others can tell whether it will arrive
+    ├── Inbox       tells another rank where this one is waiting, or that it has failed
+    ├── Failures    the first failure on any rank
     ├── StoreThreads
-    │   └── Listener    reads the letters to this rank in a thread
+    │   └── Listener    reads the inbox of this rank in a thread
     └── ExceptHook  reports an exception that ends this process
 """
 
@@ -34,10 +34,11 @@ from holdfast.guard.ranks.progress import GUARDS, Progress, Whereabouts
 from holdfast.guard.ranks.store import RankStore
 from holdfast.guard.ranks.threads import StoreThreads
 
-# A rank that has waited this long, in seconds, tells the others where it is waiting, in case they
-# will never get there.
+# After this many seconds of waiting for a rank, tell it where it is awaited, in case it will never
+# reach that point.
 _LATE_SECONDS = 1.0
-# How long the first rank waits at the end for all ranks to read its last values, in seconds.
+# How long the first rank waits, when it closes its guard, for all ranks to read its last values, in
+# seconds.
 _DRAIN_SECONDS = 10.0
 
 
@@ -93,17 +94,17 @@ class Messages:
     # --- opening and closing
 
     def open(self) -> None:
-        """From now on, tell the other ranks about an error that ends this process."""
+        """From now on, inform the other ranks about any error that ends this process."""
         self.is_closed = False
         self._hook.install()
 
     def close(self, *, in_order: bool) -> None:
-        """Stop reporting errors to the other ranks.
+        """Stop informing the other ranks about errors.
 
         Args:
             in_order: Whether to wait until all ranks have read this rank's messages, because the
-                store ends with the first rank. False if the loop was left with ``break``, or with
-                an error that has not reached `sys.excepthook` yet.
+                store disappears when the first rank exits. False if the loop was left with
+                ``break``, or with an error that has not reached `sys.excepthook` yet.
         """
         if self.is_closed:
             return
@@ -121,7 +122,7 @@ class Messages:
     def _wait_until_read(self) -> None:
         """Send a last value and, on the first rank, wait for the last values of all ranks.
 
-        A rank that has sent its last value has read everything else.
+        A rank that has sent its last value has read all other values.
         """
         end = _Exchange(number=self._progress.number_of_new_exchange())
         self._store.put(end.key(self.rank), _packed(("the end", None)))
@@ -129,7 +130,7 @@ class Messages:
             self._poll([end.key(rank) for rank in self._ranks], _DRAIN_SECONDS)
 
     def _end(self) -> None:
-        """Tell the other ranks that this process exits, and end its threads."""
+        """Tell the other ranks that this process is exiting, and stop its threads."""
         if not self.has_failed:
             self._tell_whereabouts("has ended", is_ending=True)
         self._threads.end()
@@ -154,22 +155,24 @@ class Messages:
 
         Args:
             key: A key that no other request uses.
-            text: The text.
+            text: The text to send.
         """
         for rank in self._ranks:
             self._store.set_text(f"{key}/{rank}", text)
 
     def wait_for_request(self, store: RankStore, key: str) -> str | None:
-        """In a thread, wait for a text sent by `request`. Return None if this process is exiting.
+        """Wait for a text sent by `request`, and return it. Return None if this process is exiting.
+
+        Call this from a thread other than the main thread.
 
         Args:
-            store: The connection of the thread.
+            store: The store connection of the calling thread.
             key: The key of the request.
         """
         return self._threads.wait_for_text(store, f"{key}/{self.rank}")
 
     def read(self, key: str) -> str | None:
-        """Return the text of a key, or None if it is not set.
+        """Return the text that is stored under a key, or None if the key is not set.
 
         Raises:
             RankError: The error with which another rank has failed.
@@ -181,7 +184,7 @@ class Messages:
     # --- exchanges
 
     def begin_step(self) -> None:
-        """Count a step or the end of an epoch, where the ranks will wait for each other."""
+        """Count a step or the end of an epoch, at which the ranks will wait for each other."""
         self._progress.begin_step()
 
     def exchange(
@@ -204,7 +207,7 @@ class Messages:
         """
         exchange = self._begin_exchange(topic, thread=thread, action=action)
         if not thread:
-            # All ranks are at the same point again.
+            # This exchange brings all ranks to the same point again.
             self.loop_was_left = False
         self._store.put(exchange.key(self.rank), _packed((topic, value)))
         values = []
@@ -216,14 +219,18 @@ class Messages:
                 )
             values.append(other_value)
         if exchange.number >= 2:
-            # All ranks have arrived here, so they have read the exchange before the last one.
+            # All ranks have reached this exchange, so they have read the one before the last.
             self._store.delete(exchange.key(self.rank, before=2))
         return values
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
-        """Send the value of each rank to the first rank. Values may be large.
+        """Send a value, which may be large, to the first rank.
 
         All ranks must call this at the same point in the program. Only the first rank waits.
+
+        Args:
+            topic: A description of the purpose, which must be the same on all ranks.
+            value: The value of this rank.
 
         Returns:
             On the first rank, the values of all ranks in order of rank. None on the other ranks.
@@ -242,7 +249,7 @@ class Messages:
     def _begin_exchange(
         self, topic: str, *, thread: str = "", action: str | None = None
     ) -> _Exchange:
-        """Count a new exchange. The arguments are those of `exchange`."""
+        """Count a new exchange, and return its description. The arguments are as in `exchange`."""
         self.check_here()
         # The number changes first, because the listener reads it last.
         number = self._progress.number_of_new_exchange(thread)
@@ -254,7 +261,7 @@ class Messages:
         """Wait for the value that a rank sends in an exchange, and return it.
 
         After a second, this tells the rank where it is awaited, so that it can report an error if
-        it will never get here. After the timeout of the process group, the rank counts as lost.
+        it will never reach this point. After the process group's timeout, the rank counts as lost.
         However, a thread that writes a checkpoint continues to wait as long as the rank answers
         that it is alive, since its disk may be slow.
 
@@ -283,7 +290,7 @@ class Messages:
         """Wait until all keys are set or another rank has failed. Return whether all keys are set.
 
         Args:
-            keys: The keys.
+            keys: The keys to wait for.
             seconds: The longest time to wait.
         """
         return self._store.poll(keys, seconds, lambda: self._failures.known is not None)
@@ -302,7 +309,7 @@ class Messages:
         *,
         is_ending: bool = False,
     ) -> None:
-        """Tell other ranks where this rank is, so that they notice if they will never get there.
+        """Tell other ranks where this rank is, so that they notice if they will never reach it.
 
         Args:
             action: What this rank is doing, as a verb phrase that follows its name.
@@ -331,7 +338,7 @@ class Messages:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether this rank has failed, or is a forked copy of a rank."""
+        """Return whether this rank has failed, or this process is a fork of a rank."""
         return self._failures.has_failed
 
     def check_here(self) -> None:
@@ -339,7 +346,7 @@ class Messages:
         self._failures.check()
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends. Only the first error of all ranks counts."""
+        """Tell the other ranks why this one exits. Only the first error on any rank is kept."""
         self._failures.publish(error)
 
     def cause_of(self, error: BaseException) -> RankError | None:
@@ -356,7 +363,7 @@ class _Exchange(NamedTuple):
 
     Attributes:
         number: The number of the exchange, counted separately for each thread.
-        calls: The number of earlier calls of all guards. None outside of the main thread.
+        calls: How many calls to all guards came earlier. None outside of the main thread.
         thread: The name of the thread. Empty for the main thread.
         action: What this rank is doing, as a verb phrase that follows its name.
     """
@@ -370,7 +377,7 @@ class _Exchange(NamedTuple):
         """Return the key under which a rank sends its value.
 
         Args:
-            rank: The rank.
+            rank: The rank that sends the value.
             before: How many exchanges to go back from this one. 0 for this exchange.
         """
         key = f"{self.number - before}/{rank}"
@@ -384,9 +391,11 @@ def _packed(value: Any) -> bytes:
     tensors = {
         name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()
     }
+    # Write the length of the JSON tree as 8 bytes, then the tree and its tensors.
     return struct.pack("<Q", len(tree)) + tree + safetensors.torch.save(tensors)
 
 
 def _unpacked(data: bytes) -> Any:
+    # The first 8 bytes are the length of the JSON tree; see `_packed`.
     (size,) = struct.unpack("<Q", data[:8])
     return decode(json.loads(data[8 : 8 + size]), safetensors.torch.load(data[8 + size :]))

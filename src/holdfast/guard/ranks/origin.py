@@ -1,4 +1,4 @@
-"""Decide on which rank NaN or Inf appeared first, from the reports of all ranks."""
+"""Determine from the reports of all ranks on which rank NaN or Inf appeared first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class OriginReport(NamedTuple):
     """The findings of one rank about NaN or Inf, which it sends to all ranks."""
 
     has_origin: bool
-    # Whether the rank sent NaN or Inf in a collective of the loss or the model.
+    # Whether the rank sent NaN or Inf in a collective that the loss or the model started.
     is_sent: bool
     # A description of the origin, or the reason why it is unknown.
     text: str
-    # Whether the loss or the model has collectives.
+    # Whether the loss or the model starts collectives.
     has_collectives: bool
 
 
@@ -26,7 +26,7 @@ def report_of(own: Provenance, *, has_collectives: bool) -> OriginReport:
 
     Args:
         own: The findings of the rank.
-        has_collectives: Whether the loss or the model has collectives.
+        has_collectives: Whether the loss or the model starts collectives.
     """
     return OriginReport(
         has_origin=own.origin is not None,
@@ -41,8 +41,8 @@ def origin_among_ranks(
 ) -> Provenance:
     """Return the rank on which NaN or Inf appeared first, and their origin on that rank.
 
-    The result is the first rank that meets one of these conditions, in this order: a suspect that
-    sent NaN in a collective of the loss, a suspect that found an origin, or any rank that sent NaN.
+    The first rank that meets one of these conditions is chosen, in this order: a suspect that sent
+    NaN in a collective, a suspect that found an origin, or any rank that sent NaN in a collective.
     If there is no such rank, the result names all suspects.
 
     Args:

@@ -17,8 +17,8 @@ from holdfast.guard.ranks.row import Rows
 
 # Epochs with fewer steps than this are not evaluated.
 _LEAST_STEPS = 20
-# A rank is reported if it is busy longer than the other ranks by more than this share of the time.
-# Smaller differences are normal variation.
+# A rank is reported if its busy time exceeds the median of the other ranks by more than this share
+# of the epoch's duration. Smaller differences are normal variation.
 _LEAST_SHARE = 0.1
 
 
@@ -56,12 +56,12 @@ class Pace:
         self._attempt_began = time.perf_counter()
 
     def fields_of_row(self) -> dict[str, float]:
-        """Return fields for this rank's row: seconds between the last two steps, and in forward."""
+        """Return row fields: seconds since the last step, and seconds in the forward pass."""
         between = 0.0 if self._step_ended is None else self._step_began - self._step_ended
         return {"between": between, "forward": time.perf_counter() - self._attempt_began}
 
     def end_step(self, rows: Rows) -> None:
-        """Add the times of a step that succeeded on all ranks."""
+        """Add the times of a step that succeeded on all ranks to the totals of the epoch."""
         for rank, row in enumerate(rows.by_rank):
             self._items[rank] += row.items
             self._between[rank] += row.between
@@ -70,7 +70,7 @@ class Pace:
         self._step_ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
-        """End the epoch. Return an event about the rank that the others waited for, or None.
+        """End the epoch, and return an event about the rank that the others waited for, or None.
 
         Args:
             rows: The rows of all ranks at the end of the epoch.
@@ -82,6 +82,7 @@ class Pace:
         return event
 
     def _slow_rank(self, rows: Rows) -> RankIsSlow | None:
+        # Return an event about the rank that was busy longest, if its lead is large enough.
         seconds = time.perf_counter() - self._since
         busy = [
             between + forward for between, forward in zip(self._between, self._forward, strict=True)
@@ -93,6 +94,7 @@ class Pace:
             return None
         lead_between = self._between[rank] - _median_of_others(self._between, rank)
         where = "in forward"
+        # More than half of the lead arose between steps.
         if 2 * lead_between > lead:
             where = "between steps: in its loader or in the loop"
         return RankIsSlow(
@@ -102,6 +104,7 @@ class Pace:
             of_others=others / self._steps,
             share=lead / seconds,
             items_a_step=tuple(items / self._steps for items in self._items),
+            # At the end of an epoch, the field `items` of a row holds the rank's peak memory.
             peak_bytes=tuple(int(row.items) for row in rows.by_rank),
         )
 
@@ -110,6 +113,7 @@ def peak_bytes(device: torch.device) -> float:
     """Return the peak memory of this process in bytes: allocated GPU memory, or resident memory."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
+    # Linux reports the peak resident memory in KiB.
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

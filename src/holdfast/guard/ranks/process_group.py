@@ -1,8 +1,9 @@
 """The common base class of ranks that train one model with the same steps and decisions.
 
-A normal step adds one small gather, which runs during backward. A rank that runs out of memory
-completes the collectives that the other ranks are waiting for, with NaN, and all ranks attempt the
-step again. A rank that fails in any other way tells the others why, and all ranks end.
+In a normal step, these ranks exchange only a row of numbers, in one small all-gather that runs
+during backward. A rank that runs out of memory completes the collectives that the other ranks are
+waiting for, by sending NaN, and all ranks attempt the step again. A rank that fails in any other
+way tells the others why, and all ranks exit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from holdfast.numerics.loss import Terms
 
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=DistributedModel)
-# The policy fields that are restricted with several ranks, with the allowed values.
+# The policy fields that are restricted with several ranks, mapped to their allowed values.
 _ALLOWED_VALUES = {"drop_nonfinite_samples": (False,)}
 
 
@@ -60,8 +61,9 @@ class _Result(IntEnum):
 
 
 class ProcessGroupRanks(ABC, Generic[_Model]):
-    """The ranks of a process group, from the perspective of one rank. `Ranks` documents the
-    methods.
+    """The ranks of a process group, from the perspective of one rank.
+
+    The methods are documented in `Ranks`.
 
     Args:
         model: The model that all ranks train.
@@ -81,12 +83,12 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._transfer = transfer
         self._states = RankStates(messages, transfer)
         self._pace = Pace(self.world_size)
-        # The number of collectives of the loss or the model in the last attempt that succeeded on
+        # How many collectives the loss or the model started in the last attempt that succeeded on
         # all ranks.
         self._own_collectives = 0
         # Whether the loss or the model has ever started collectives.
         self._has_own_collectives = False
-        # An event that the guard must still record.
+        # An event that the guard has not recorded yet.
         self._event: OwnCollectives | None = None
         # This is created by `connect`, because it needs this rank's loader and saves, which in turn
         # need these ranks.
@@ -131,15 +133,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @abstractmethod
     def request_optimizer_state(self) -> bool:
-        """Ask for the weights and moments of another rank."""
+        """Request the weights and moments from another rank; return whether they will arrive."""
 
     @abstractmethod
     def no_sync(self, *, only_this_rank: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes over parts of a batch, in which gradients are not reduced."""
+        """Return a context in which passes over the parts of a batch do not reduce gradients."""
 
     @abstractmethod
     def check_parts(self) -> None:
-        """Raise H401 if passes over parts of a batch start collectives that other ranks lack."""
+        """Raise H401 if the parts of a batch start collectives that other ranks do not join."""
 
     @abstractmethod
     def reduce_gradients(
@@ -168,7 +170,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Start the collectives that this attempt still lacks, with NaN as input.
 
         Returns:
-            None, or the reason why that is impossible.
+            None, or the reason why they cannot be started.
         """
 
     @abstractmethod
@@ -226,11 +228,11 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         return group_stop, group_saves
 
     def open(self) -> None:
-        """From now on, tell the other ranks about an error that ends this process."""
+        """From now on, inform the other ranks about any error that ends this process."""
         self._messages.open()
 
     def close(self, *, in_order: bool) -> None:
-        """Stop telling the other ranks about errors; see `Messages.close`."""
+        """Stop informing the other ranks about errors; see `Messages.close`."""
         self._messages.close(in_order=in_order)
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -270,7 +272,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             yield
 
     def announce_failure(self, error: BaseException) -> BaseException | None:
-        """Tell the other ranks about an error that leaves the guard."""
+        """Tell the other ranks about an error that the guard raises. Return its cause, or None."""
         if self._messages.has_failed:
             return None
         self._model.end_attempt()
@@ -319,7 +321,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
     def check_terms(self, terms: Terms) -> None:
-        """Raise H203 for a loss of several means, since each rank has a single weight."""
+        """Raise H203 for a loss that sums several means, since each rank has a single weight."""
         if len(terms.means) > 1:
             raise BatchError(
                 f"loss_fn returned {len(terms.means)} terms",
@@ -329,7 +331,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             )
 
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Correct the gradients by the number of items on all ranks, and combine the results."""
+        """Rescale the gradients for the number of items on all ranks, and combine the results."""
         rows = self._exchange.receive()
         if not rows.failed:
             self._note_own_collectives(self._model.own_collectives())
@@ -394,7 +396,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Start the collectives in which the other ranks are waiting, with NaN as input.
 
         Returns:
-            None, or the reason why that is impossible.
+            None, or the reason why they cannot be started.
         """
         if self._exchange.is_received:
             return (
@@ -435,7 +437,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def find_origin(
         self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
     ) -> Provenance:
-        """Find out on which rank NaN or Inf appeared first, and where it came from."""
+        """Return the rank on which NaN or Inf first appeared, and its origin on that rank."""
         suspects = self._exchange.rows.suspects()
         own = self._own_origin(suspects, replay, check_batch)
         report = report_of(own, has_collectives=self._own_collectives > 0)
@@ -445,7 +447,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     # --- the loop
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Record that the loader has ended, and return an event if one of the ranks was slow."""
+        """Record that the loader has ended. The first rank returns an event about a slow rank."""
         rows = self._rows_of_epoch_end()
         self._exchange.receive_decisions(rows)
         self._transfer.catch_up(rows.which_failed())
@@ -455,9 +457,10 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def _rows_of_epoch_end(self) -> Rows:
         """Exchange the rows of all ranks at the end of an epoch.
 
-        If steps broadcast buffers or gather shards before their row, these rows are sent through
-        the store instead of a collective. Otherwise, if one rank ran another step instead of ending
-        the epoch, its broadcast would be matched with the collective for the rows.
+        If steps broadcast buffers or gather shards before they exchange rows, the rows of the epoch
+        end are sent through the store instead of a collective. Otherwise, if one rank ran another
+        step instead of ending the epoch, its broadcast would be matched with the collective for the
+        rows.
         """
         peak = peak_bytes(self._model.device)
         is_behind = self._transfer.is_behind
@@ -517,6 +520,7 @@ def _action_at_epoch_end(position: Position) -> str:
     action = f"is at the end of epoch {position.epoch}"
     if not position.passed:
         return action
+    # `passed` counts the batches that were skipped directly before `batch`.
     first = position.batch - position.passed
     skipped = f"batch {first}"
     if position.passed > 1:

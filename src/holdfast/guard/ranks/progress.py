@@ -1,7 +1,7 @@
-"""Track how far this rank is in the program, compared with the other ranks.
+"""Track how far this rank has got in the program, compared with the other ranks.
 
-All ranks call their guards in the same order. If one rank takes a different path, three counts show
-it: the exchanges of a guard, its steps, and the calls of all guards.
+All ranks call their guards in the same order. Three counts reveal a rank that takes a different
+path: a guard's exchanges, its steps, and the calls to all guards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 
 from holdfast.core.errors import RankError
 
-# No guard makes more calls than this.
+# An upper bound on the number of calls to one guard.
 _CALLS_OF_A_GUARD = 2**40
 
 
@@ -20,18 +20,18 @@ _CALLS_OF_A_GUARD = 2**40
 class GuardsOfProcess:
     """The state that all guards in this process share. `GUARDS` is the only instance.
 
-    A script may have several guards, for example for two models, which do not know each other. The
-    total order of their calls reveals ranks that call different guards. If one guard learns of a
-    failure, the other guards must stop waiting as well.
+    A script may have several guards, for example one for each of two models. The order of the calls
+    to all of them reveals ranks that call different guards. If one guard learns of a failure, the
+    other guards must stop waiting as well.
     """
 
     def __init__(self) -> None:
-        # The number of guards that were created so far.
+        # The number of guards that have been created so far.
         self._guards = 0
         # The number of steps and exchanges that all guards have started, which is the same on all
         # ranks.
         self.calls = 0
-        # The error of another rank that has failed.
+        # The error of another rank that has failed. None if no failure is known.
         self.failure: RankError | None = None
 
     def number_of_new_guard(self) -> int:
@@ -65,18 +65,18 @@ GUARDS = GuardsOfProcess()
 
 
 class Whereabouts(NamedTuple):
-    """The point in the program where a rank is, which it sends to ranks that are not there yet.
+    """The point in the program that a rank has reached, in the form in which it tells other ranks.
 
     Attributes:
         rank: The rank.
         exchange: The number of the rank's next exchange. A rank with a larger number has passed
             this point.
         steps: How many steps the rank has started.
-        calls: How many calls of all guards the rank has made. None if it may still call other
+        calls: How many calls the rank has made to all its guards. None if it may still call other
             guards.
         action: What the rank is doing, as a verb phrase that follows its name.
         is_ending: Whether the process of the rank is exiting.
-        is_waiting: Whether the rank is waiting for the receivers of these whereabouts.
+        is_waiting: Whether the rank is waiting for the ranks that receive this message.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Whereabouts(NamedTuple):
 
 @final
 class Progress:
-    """How far one guard on this rank is.
+    """How far one guard on this rank has got in the program.
 
     The main thread advances the counts, and the thread of the `Listener` reads them. The end of an
     epoch counts as a step, because in both cases the ranks wait for each other in collectives
@@ -99,7 +99,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = 0
-        # The number of the next exchange, by the name of the thread. "" is the main thread.
+        # The number of the next exchange, keyed by the name of the thread. "" is the main thread.
         self._exchanges: defaultdict[str, int] = defaultdict(int)
 
     @property

@@ -1,7 +1,7 @@
 """`RankStates`: state that a checkpoint holds separately for each rank.
 
-This is state that always differs between ranks, such as random states, and state that is found to
-differ, such as buffers that are not broadcast.
+Some of this state always differs between ranks, such as random states. Other state is saved per
+rank only if it is found to differ, such as buffers that are not broadcast.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def state_of_rank(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
 
 
 def state_of_new_rank(training: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the state of a rank from a checkpoint of a different number of ranks.
+    """Return the state of a rank from a checkpoint that a different number of ranks has written.
 
-    It gets a new random state.
+    The rank gets a new random state.
 
     Args:
         training: The guard's own part of the checkpoint.

@@ -19,7 +19,7 @@ from holdfast.guard.ranks.single_process import SingleProcess
 
 
 def ranks_of(parts: Parts) -> Ranks:
-    """Return the ranks that train these parts.
+    """Return the ranks that train the models in `parts`.
 
     Raises:
         PolicyError: H108 for a configuration that is not supported with several ranks.
@@ -53,7 +53,7 @@ def ranks_of(parts: Parts) -> Ranks:
     _check_replicated(parts, wrapped)
     ((name, wrapper),) = wrapped.items()
     _check_wrapper(wrapper)
-    # Imported here for the same reason.
+    # Imported here for the same reason as `fsdp_ranks`.
     from holdfast.guard.ranks.ddp import ddp_ranks
 
     return ddp_ranks(parts, name, wrapper)
@@ -113,7 +113,7 @@ def _check_sharded(parts: Parts, names: list[str]) -> None:
     """Raise H108 for an unsupported model under ``fully_shard``.
 
     Args:
-        parts: The parts of the guard.
+        parts: The objects that the guard manages.
         names: The names of the sharded models.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -146,6 +146,7 @@ def _check_sharded(parts: Parts, names: list[str]) -> None:
         )
 
 
+# Return error H108 for the configuration that `what` describes.
 def _refused(what: str) -> PolicyError:
     return PolicyError(
         f"world_size={distributed.get_world_size()}, and {what}",

@@ -1,7 +1,7 @@
 """A model in DistributedDataParallel: each rank holds a replica, and backward averages gradients.
 
-In each attempt, all ranks start the same collectives: the broadcast of buffers, the exchange of the
-row, and the reductions of gradient buckets. If a rank fails before it has started all of them, it
+In each attempt, all ranks start the same collectives: the broadcast of buffers, the exchange of
+rows, and the reductions of gradient buckets. If a rank fails before it has started all of them, it
 starts the remaining ones by hand, since the other ranks are waiting in these collectives. The
 process group counts how many of them the rank has started.
 """
@@ -36,8 +36,8 @@ _STATELESS = (
     default_hooks.bf16_compress_hook,
 )
 
-# The wrapper's attribute that is True after the first pass with a static graph. At the end of that
-# pass, torch starts collectives.
+# The name of an attribute of the wrapper, which is True after the first pass with a static graph.
+# At the end of that pass, torch starts collectives.
 _ENQUEUED = "_static_graph_delay_allreduce_enqueued"
 
 
@@ -59,7 +59,7 @@ class ReplicatedModel(DistributedModel):
         self.ignored = [f"{name}.{key}" for key in sorted(wrapper.parameters_to_ignore)]
         self._tape = tape
         self._broadcasts: bool = wrapper.broadcast_buffers
-        # The group's sequence number right after the exchange of the row started.
+        # The group's sequence number right after the exchange of rows was started.
         self._sequence_after_row = 0
         self._attempts = 0
         self._gradient_order = GradientOrder(wrapper)
@@ -71,12 +71,12 @@ class ReplicatedModel(DistributedModel):
 
     @property
     def allowed_values(self) -> Mapping[str, Sequence[Any]]:
-        """Return the policy fields that this model restricts, with the values that are allowed."""
+        """Return the policy fields that this model restricts, mapped to their allowed values."""
         return {"micro_batch_size": ("auto", None)} if self._wrapper.static_graph else {}
 
     @property
     def policy_overrides(self) -> Mapping[str, Any]:
-        """Return an empty mapping, since a replica supports all that a single process does."""
+        """Return an empty mapping, since a replica supports the same policies as one process."""
         return {}
 
     @property
@@ -89,7 +89,7 @@ class ReplicatedModel(DistributedModel):
     # --- an attempt
 
     def begin_attempt(self) -> None:
-        """Start an attempt on all ranks, with the buffers of the first rank.
+        """Start an attempt, and give all ranks the buffers of the first rank.
 
         The buffers are broadcast once here rather than in each call of the model, because a rank
         that fails cannot know how often the other ranks call it.
@@ -108,7 +108,7 @@ class ReplicatedModel(DistributedModel):
         self._tape.begin()
 
     def before_row(self) -> None:
-        """Record that the exchange of the row is about to start.
+        """Record that this rank is about to send its row to the other ranks.
 
         From here on, collectives are no longer counted, because torch's gradient reductions follow.
         """
@@ -116,11 +116,11 @@ class ReplicatedModel(DistributedModel):
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
-        """Record that the exchange of the row has started."""
+        """Record that this rank has started to send its row to the other ranks."""
         self._sequence_after_row = self._sequence_number()
 
     def end_attempt(self) -> None:
-        """End an attempt. Calls of the model broadcast buffers again, for evaluations."""
+        """End an attempt, and let the wrapper broadcast buffers again, as evaluations require."""
         self._wrapper.broadcast_buffers = self._broadcasts
         # Forward passes without gradients clear this flag. Without this line, its value might be
         # different on a rank that has failed.
@@ -130,9 +130,10 @@ class ReplicatedModel(DistributedModel):
 
     @property
     def sends_before_row(self) -> bool:
-        """Return whether an attempt broadcasts buffers before it exchanges the row."""
+        """Return whether an attempt broadcasts buffers before the ranks exchange their rows."""
         return self._broadcasts and len(self._wrapper.modules_buffers) > 0
 
+    # Return how many collectives this rank has started on the wrapper's group.
     def _sequence_number(self) -> int:
         return int(self.group._get_sequence_number_for_group())
 
@@ -156,10 +157,14 @@ class ReplicatedModel(DistributedModel):
         return self._gradient_order.recorded()
 
     def lay_out_gradients(self, order: list[int]) -> None:
-        """Sum the gradients in the order of an earlier process; see `GradientOrder.restore`."""
+        """Make torch sum the gradients in the order of an earlier process.
+
+        Args:
+            order: The value of `gradient_order` in that process.
+        """
         self._gradient_order.restore(order)
 
-    # --- collectives of the loss or the model
+    # --- collectives that the loss or the model starts
 
     def own_collectives(self) -> int:
         """Return how many collectives the loss or the model started in a complete attempt."""
@@ -198,8 +203,10 @@ class ReplicatedModel(DistributedModel):
         """
         if self._unknown_hook() is not None:
             return None
+        # To find unused parameters, torch also reduces a tensor that marks the used ones.
         of_unused = int(self._wrapper.find_unused_parameters and not self._wrapper.static_graph)
         logged = self._wrapper._get_ddp_logging_data()
+        # torch logs the sizes of the buckets as a comma-separated list.
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         if len(sizes.split(",")) + of_unused == seen:
             return seen
@@ -257,12 +264,13 @@ class ReplicatedModel(DistributedModel):
         return obstacle
 
     def reduce_nan(self) -> bool:
-        """Start the gradient reductions that this attempt still lacks, with NaN.
+        """Start the gradient reductions that this attempt still lacks, with NaN as input.
 
         Returns:
             Whether any reductions were missing.
         """
         buckets = self._wrapper.reducer._get_zeros_like_grad_buckets()
+        # Each collective that this rank has started since its row has reduced one bucket.
         missing = buckets[self._sequence_number() - self._sequence_after_row :]
         for bucket in missing:
             bucket.buffer().fill_(math.nan)
@@ -297,6 +305,7 @@ class ReplicatedModel(DistributedModel):
             )
 
     def _reduce(self, buckets: list[Any]) -> None:
+        # Start the same reductions as torch would for these buckets, and wait for them.
         wrapper = self._wrapper
         if wrapper._comm_hooks:
             ((hook, state),) = wrapper._comm_hooks
@@ -314,14 +323,13 @@ class ReplicatedModel(DistributedModel):
         return distributed.all_reduce(tensor, group=self.group, async_op=True)
 
     def discard_attempt(self) -> None:
-        """Discard an attempt that has failed on some rank. All ranks must call this."""
+        """Discard an attempt that has failed on at least one rank. All ranks must call this."""
         self._tape.count_failed_attempt()
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context for passes over parts of a batch, in which backward does not reduce
-        gradients.
+        """Return a context in which passes over the parts of a batch do not reduce gradients.
 
         The gradients are reduced once, by `reduce_gradients`, after the last part.
         """

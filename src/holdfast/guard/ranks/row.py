@@ -1,7 +1,7 @@
 """The row of numbers that each rank sends to all ranks in each step, during the backward pass.
 
-A rank sends a `Row`, `PendingRows` is the running exchange, and `Rows` is the result: the rows of
-all ranks.
+A rank sends a `Row`. `PendingRows` is an exchange in progress, and `Rows` is its result: the rows
+of all ranks.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Row(NamedTuple):
 
     # `STEP` or `EPOCH_END`.
     kind: float = STEP
-    # The number of the attempt, or of the epoch end.
+    # How many attempts and epoch ends the guard has started, including this one.
     number: float = 0.0
-    # The number of items of the loss. At the end of an epoch, the peak memory of the rank, in
-    # bytes.
+    # How many items the loss is averaged over. At the end of an epoch, the peak memory of the rank
+    # in bytes.
     items: float = 0.0
     loss: float = 0.0
     # 0 for no stop request, 1 for `request_stop`, and 1 plus the signal number for a signal.
     stop: float = 0.0
-    # Whether a save is due after this step, and whether a save was refused. Only the first rank's
-    # values count.
+    # Whether a save is due after this step, and whether a save was refused. Only the values of the
+    # first rank are used.
     save: float = False
     refused: float = False
     # Whether another rank trains on the same samples and counts them.
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     failed: float = False
     # Seconds from the end of the last step to the start of this one.
     between: float = 0.0
-    # Seconds from the start of the attempt to its loss.
+    # Seconds from the start of the attempt until its loss was computed.
     forward: float = 0.0
     # The number of the guard in its process, in order of creation.
     guard: float = 0.0
@@ -114,7 +114,7 @@ class Rows:
         return any(self.which_failed())
 
     def which_failed(self) -> list[bool]:
-        """Return for each rank whether its row reports a failure."""
+        """Return, for each rank, whether its row reports a failure."""
         return [bool(row.failed) for row in self.by_rank]
 
     def suspects(self) -> list[int]:
@@ -193,6 +193,7 @@ class Rows:
         if other.passed:
             passed = f"rank {ahead} has passed {first.passed} batches, rank {behind} {other.passed}"
             return f"{text}: since the last step {passed}"
+        # The skipped batches come directly before the current one.
         last = first.batch - 1
         which = f"batch {last}" if skipped == 1 else f"batches {last - skipped + 1} to {last}"
         return f"{text}: rank {ahead} has skipped {which} of epoch {first.epoch}, without a step"
@@ -217,8 +218,8 @@ class PendingRows:
         row: The row of this rank. Its loss and items are taken from the next two arguments.
         loss: The loss of this rank: a number, or a tensor of shape ``()`` that may still be
             computed.
-        items: The number of items of the loss, also a number or a tensor.
-        device: The device of the process group's collectives.
+        items: How many items the loss is averaged over, also as a number or a tensor.
+        device: The device on which the process group runs its collectives.
         group: The process group.
     """
 

@@ -1,10 +1,10 @@
 """`RowExchange`: exchange rows in each attempt, and weight gradients by the number of items.
 
-The mean over the items of all ranks weights each rank's loss by the rank's share of the items.
-DistributedDataParallel and ``fully_shard`` instead take the plain average over the ranks. Each rank
-therefore multiplies its loss by its number of items, relative to a reference number that is the
-same on all ranks. Once all numbers of items are known, all ranks correct their gradients by one
-factor.
+To compute the mean over the items of all ranks, each rank's loss must be weighted by the rank's
+share of the items. DistributedDataParallel and ``fully_shard`` instead give all ranks the same
+weight. Each rank therefore multiplies its loss by its number of items, relative to a reference
+number that is the same on all ranks. Once all numbers of items are known, all ranks multiply their
+gradients by one correction factor.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class RowExchange:
         messages: The connection to the other ranks.
         world_size: The number of ranks.
         stop: The stop request that all ranks follow.
-        saves: Decides when all ranks save.
-        cursor: The position of this rank in its loader. None without a loader.
+        saves: The object that decides when all ranks save.
+        cursor: The position of this rank in its loader. None if there is no loader.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RowExchange:
         self._pending: PendingRows | None = None
         # The rows of all ranks. None until the gradients of this attempt are reduced.
         self._rows: Rows | None = None
-        # The number of items by which each rank divides its own number. It is the same on all
+        # The number by which each rank divides its own number of items. It is the same on all
         # ranks.
         self.reference: float | None = None
         # The value of `reference` before this attempt.
@@ -66,7 +66,7 @@ class RowExchange:
         self._counted = False
 
     def resume(self, reference: float | None) -> None:
-        """Continue with the reference from a checkpoint, or None if the checkpoint has none."""
+        """Set the reference to that of a checkpoint, or to None if the checkpoint has none."""
         self.reference = reference
 
     # --- an attempt
@@ -89,7 +89,7 @@ class RowExchange:
 
     @property
     def rows(self) -> Rows:
-        """Return the rows of all ranks, which `combine` has received."""
+        """Return the rows of all ranks, as stored by `receive`."""
         assert self._rows is not None
         return self._rows
 
@@ -139,7 +139,7 @@ class RowExchange:
     # --- the weight of this rank
 
     def weight(self, loss: torch.Tensor, items: Any, *, counted: bool, **fields: Any) -> Any:
-        """Send the loss and the items of this rank, and return the weight of its gradient.
+        """Send this rank's loss and number of items, and return the weight of its gradients.
 
         Args:
             loss: The loss of this rank, detached, shape ``()``.
@@ -176,17 +176,17 @@ class RowExchange:
         return reference
 
     def receive(self) -> Rows:
-        """Wait for the rows of all ranks after the gradients were reduced, and store them."""
+        """Wait for the rows of all ranks after the gradients were reduced, and return them."""
         self._rows = self.wait()
         return self._rows
 
     def correct_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Multiply the gradients by one factor that corrects for the reference.
+        """Multiply the gradients by one factor that corrects the ranks' weights.
 
         The weights were relative to the reference, which may differ from the mean number of items.
 
         Args:
-            parameters: The parameters of the step.
+            parameters: The parameters that have gradients.
         """
         rows = self.rows
         assert self.reference is not None

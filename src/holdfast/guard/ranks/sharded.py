@@ -38,7 +38,7 @@ class ShardedModel(DistributedModel):
     """The model under ``fully_shard``. Used by `FsdpRanks`.
 
     Args:
-        model: The model.
+        model: The module that was passed to ``fully_shard``.
         tape: Records the collectives of this rank.
     """
 
@@ -59,7 +59,7 @@ class ShardedModel(DistributedModel):
         self._record_collectives()
 
     def _record_collectives(self) -> None:
-        """From now on, record the collectives that torch starts for this model on the tape."""
+        """Make torch record the collectives that it starts for this model on the tape."""
         if self._mesh.ndim > 1:
             self._obstacle = "other replicas of its shards would continue without this rank"
         elif not hasattr(self._root, "reset_iter_state"):
@@ -77,20 +77,20 @@ class ShardedModel(DistributedModel):
 
     @property
     def allowed_values(self) -> Mapping[str, Sequence[Any]]:
-        """Return the policy fields that this model restricts, with the values that are allowed."""
+        """Return the policy fields that this model restricts, mapped to their allowed values."""
         # With micro-batches, the ranks would have to agree on their size before each pass.
         return {"micro_batch_size": ("auto", None)}
 
     @property
     def policy_overrides(self) -> Mapping[str, Any]:
-        """Return the policy fields that this model overrides, with their values."""
+        """Return the policy fields that this model overrides, mapped to their new values."""
         # All ranks must run the same number of passes, so batches are not split. All ranks must
         # recompute the same modules, so no rank tries to recompute fewer of them.
         return {"diagnose": False, "micro_batch_size": None, "grow_after_steps": 2**31}
 
     @property
     def sends_before_row(self) -> bool:
-        """Return True, because shards of the weights are gathered before the row is exchanged."""
+        """Return True, because the weights are gathered before the ranks exchange their rows."""
         return True
 
     def begin_attempt(self) -> None:
@@ -108,14 +108,14 @@ class ShardedModel(DistributedModel):
         return True
 
     def before_row(self) -> None:
-        """Record that the exchange of the row is about to start."""
+        """Record that this rank is about to send its row to the other ranks."""
         self._tape.note(self.group, Entry(ROW))
 
     def after_row(self) -> None:
-        """Do nothing, since no counts depend on this point."""
+        """Do nothing, since no count of collectives starts at this point."""
 
     def end_attempt(self) -> None:
-        """Record that the attempt is over."""
+        """Record that the attempt has ended, whether or not it succeeded."""
         self._tape.end()
 
     def own_collectives(self) -> int:
@@ -135,10 +135,10 @@ class ShardedModel(DistributedModel):
         """Start the collectives that the other ranks start in this attempt.
 
         Args:
-            exchange_row: Sends the row of this rank, and waits for those of the others.
+            exchange_row: Function that sends this rank's row and waits for those of the others.
 
         Returns:
-            None, or the reason why that is impossible.
+            None, or the reason why the collectives cannot be started.
         """
         self._forget()
         obstacle = self._tape.follow(partial(self._start_by_hand, exchange_row))
@@ -155,11 +155,11 @@ class ShardedModel(DistributedModel):
             self._root.reset_iter_state()
 
     def _start_by_hand(self, exchange_row: Callable[[], None], entry: Entry) -> None:
-        """Start a collective from another rank's tape, with NaN as gradients.
+        """Start a collective from another rank's tape. If it reduces gradients, send NaN.
 
         Args:
-            exchange_row: Sends the row of this rank, and waits for those of the others.
-            entry: The entry of the tape.
+            exchange_row: Function that sends this rank's row and waits for those of the others.
+            entry: The tape's entry for the collective.
         """
         if entry.kind == ROW:
             exchange_row()
@@ -179,11 +179,12 @@ class ShardedModel(DistributedModel):
             distributed.all_reduce(self._nan(entry), group=self._shards)
 
     def _nan(self, entry: Entry) -> torch.Tensor:
+        # Return a tensor of NaN that replaces the input of a collective.
         dtype = getattr(torch, entry.dtype)
         return torch.full((entry.size,), math.nan, dtype=dtype, device=self.device)
 
     def discard_attempt(self) -> None:
-        """Discard an attempt that has failed on some rank. All ranks must call this."""
+        """Discard an attempt that has failed on at least one rank. All ranks must call this."""
         self._tape.count_failed_attempt()
 
     @property
@@ -195,7 +196,7 @@ class ShardedModel(DistributedModel):
         """Do nothing, since the order of gradients does not matter here."""
 
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of the whole gradients, with the same arithmetic as torch.
+        """Return the norms of the whole gradients, computed with the same arithmetic as in torch.
 
         All norms are reduced in a single collective.
 
@@ -268,18 +269,20 @@ def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
             rule="H310",
         )
     coordinates = tensor.device_mesh.get_coordinate() or ()
+    # Tensors are sharded over the last dimension of the mesh. The other dimensions hold replicas,
+    # of which only the first one is saved.
     is_replica = any(coordinates[:-1])
     return None if is_replica else local(tensor)
 
 
 @final
 class _RecordedGather:
-    """Wraps torch's gather of a module's weights, to record it on the tape.
+    """Wraps torch's all-gather of a module's weights, to record it on the tape.
 
     Args:
-        collective: torch's own gather.
-        tape: The tape.
-        module: The position of the module.
+        collective: torch's own all-gather.
+        tape: The tape on which the collective is recorded.
+        module: The index of the module among the modules that are passed to ``fully_shard``.
     """
 
     def __init__(self, collective: Any, tape: Tape, module: int) -> None:
@@ -295,12 +298,12 @@ class _RecordedGather:
 
 @final
 class _RecordedScatter:
-    """Wraps torch's reduction of a module's gradients, to record it on the tape.
+    """Wraps torch's reduce-scatter of a module's gradients, to record it on the tape.
 
     Args:
         collective: torch's own reduce-scatter.
-        tape: The tape.
-        module: The position of the module.
+        tape: The tape on which the collective is recorded.
+        module: The index of the module among the modules that are passed to ``fully_shard``.
     """
 
     def __init__(self, collective: Any, tape: Tape, module: int) -> None:
@@ -338,9 +341,9 @@ def why_unsupported(parameter: torch.Tensor, world_size: int) -> str | None:
 
 
 def _other_than_rows(tensor: DTensor) -> str | None:
-    """Return a description of a tensor's sharding.
+    """Return a description of a tensor's sharding, or None if it is supported.
 
-    Returns None if it is sharded by rows over the last dimension of its mesh, which is supported.
+    Only sharding by rows, over the last dimension of the tensor's mesh, is supported.
     """
     *others, last = tensor.placements
     if last == Shard(0) and all(placement == Replicate() for placement in others):
@@ -349,11 +352,12 @@ def _other_than_rows(tensor: DTensor) -> str | None:
 
 
 def _rows_of(parameter: DTensor) -> Share:
-    """Return which rows of a parameter this rank holds."""
+    """Return the range of a parameter's rows that this rank holds."""
     mesh = parameter.device_mesh
     rows = parameter.shape[0]
     held = parameter.to_local().shape[0]
     last = mesh.ndim - 1
+    # Round up, as torch does. The last ranks may hold fewer rows, or none.
     rows_per_rank = -(-rows // mesh.size(last))
     begin = min(rows, mesh.get_local_rank(last) * rows_per_rank)
 

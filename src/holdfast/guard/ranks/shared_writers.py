@@ -1,4 +1,4 @@
-"""`SharedWriters`: write a checkpoint jointly, with a part on each rank."""
+"""`SharedWriters`: let all ranks write a checkpoint together, each rank its own part."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class SharedWriters(Writers):
         self._messages = messages
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
-        """Return the results of all ranks, which must be plain values.
+        """Call `work` on all ranks, and return their results, which must be plain values.
 
-        An error on one rank is raised on all.
+        An error on one rank is raised on all ranks.
         """
 
         def exchange(result: Any) -> list[Any]:
@@ -37,7 +37,7 @@ class SharedWriters(Writers):
         return on_all(work, exchange)
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Do work on the first rank. Return its result or raise its error on all ranks."""
+        """Call `work` on the first rank. All ranks return its result or raise its error."""
         results: list[Any] = self.all(work if self.rank == 0 else lambda: None)
         first_result: _T = results[0]
         return first_result

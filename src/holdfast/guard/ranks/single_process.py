@@ -33,7 +33,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 @final
 class SingleProcess:
-    """A process that trains alone; see `Ranks` for what each method means."""
+    """A process that trains alone; see `Ranks` for the purpose of each method."""
 
     rank = 0
     world_size = 1
@@ -58,13 +58,13 @@ class SingleProcess:
         return stop, saving
 
     def open(self) -> None:
-        """Do nothing: there is no one to report to."""
+        """Do nothing: there are no other ranks to report errors to."""
 
     def close(self, *, in_order: bool) -> None:
-        """Do nothing: there is no one to wait for."""
+        """Do nothing: there are no other ranks to wait for."""
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Do nothing, without computing the facts."""
+        """Do nothing: there are no other ranks to compare the facts with."""
 
     def choose_on_first(
         self,
@@ -72,7 +72,7 @@ class SingleProcess:
         name_of: Callable[[_T], str],
         find: Callable[[str], _T],
     ) -> _T | None:
-        """Return the choice of this process."""
+        """Return the object that `choose` returns."""
         return choose()
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -90,48 +90,48 @@ class SingleProcess:
     # --- a step
 
     def begin_attempt(self) -> None:
-        """Do nothing."""
+        """Do nothing: there are no other ranks to synchronize with."""
 
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
-        """Return the loss itself."""
+        """Return the total loss without a weight, since there are no other ranks."""
         return terms.total()
 
     def check_terms(self, terms: Terms) -> None:
         """Do nothing: a single process can average any terms."""
 
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Return `passed`."""
+        """Return `passed` unchanged, since there are no other results."""
         return passed
 
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
     ) -> tuple[GradientFacts, torch.Tensor]:
-        """Measure the gradients."""
+        """Measure the gradients, none of which are sharded."""
         return inspect(groups, loss, items)
 
     def accepts(self, attempt: StepAttempt) -> bool:
-        """Return True."""
+        """Return True: no other rank can have failed."""
         return True
 
     def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Do nothing: no other rank waits."""
+        """Do nothing: no other rank is waiting in a collective."""
 
     def plan_of_next_attempt(self, plan: StepPlan) -> StepPlan:
-        """Return `plan`."""
+        """Return `plan` unchanged, since there are no other plans."""
         return plan
 
     def take_event(self) -> None:
-        """Return None."""
+        """Return None: events about collectives need several ranks."""
         return
 
     def request_optimizer_state(self) -> bool:
-        """Return False: no other rank has the state."""
+        """Return False: no other rank holds the weights and moments."""
         return False
 
     def find_origin(
         self, replay: Callable[[], Provenance], check_batch: Callable[[], Provenance]
     ) -> Provenance:
-        """Return what a replay finds."""
+        """Return the origin that a replay of the step finds."""
         return replay()
 
     # --- a batch that is split, or a model that one rank runs alone
@@ -141,12 +141,12 @@ class SingleProcess:
         return _NO_CONTEXT
 
     def check_parts(self) -> None:
-        """Do nothing."""
+        """Do nothing: no collectives involve other ranks."""
 
     def reduce_gradients(
         self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
     ) -> PassResult:
-        """Return `passed`."""
+        """Return `passed` unchanged, since there are no other ranks."""
         return passed
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class SingleProcess:
     # --- the loop and saving
 
     def end_epoch(self) -> None:
-        """Return None: a single process waits for no other rank."""
+        """Return None: there is no slow rank to wait for."""
         return
 
     def gather_states(
@@ -166,19 +166,19 @@ class SingleProcess:
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> None:
-        """Return None: no state differs between ranks."""
+        """Return None: there is no state to save separately for each rank."""
         return
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `training`."""
+        """Return `training`, which holds this process's own state."""
         return training
 
     def may_differ(self, name: str) -> bool:
-        """Return False."""
+        """Return False: there is no other rank to differ from."""
         return False
 
     def part_to_save(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return `trees`."""
+        """Return `trees`: a single process saves the state of all components."""
         return trees
 
     def rows_to_load(

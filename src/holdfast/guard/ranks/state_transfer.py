@@ -21,13 +21,13 @@ from holdfast.guard.ranks.messages import Messages
 class StateTransfer:
     """Copies weights and moments from another rank to a rank whose optimizer has failed.
 
-    Used by `ProcessGroupRanks`, which calls it when all ranks are at the same point.
+    Used by `ProcessGroupRanks`, at points that all ranks reach.
 
     Args:
-        model: The model.
-        optimizer: Its optimizer.
+        model: The model that all ranks train.
+        optimizer: The optimizer of the model.
         averages: Averaged models, which are equal on all ranks.
-        optimizer_memory: Reduces the memory that optimizers need, in the same way on all ranks.
+        optimizer_memory: Reduces the memory that optimizers need. All ranks reduce it together.
         messages: The connection to the other ranks.
     """
 
@@ -45,15 +45,16 @@ class StateTransfer:
         self._averages = list(averages)
         self._optimizer_memory = optimizer_memory
         self._messages = messages
-        # Whether this rank's optimizer has failed in its step, while other ranks have stepped.
+        # Whether this rank's optimizer has failed in its step, so that the rank needs the state of
+        # a rank whose optimizer has not.
         self.is_behind = False
 
     def request(self) -> None:
-        """Record that this rank's optimizer has failed in its step."""
+        """Request the state of another rank, since this rank's optimizer has failed in its step."""
         self.is_behind = True
 
     def catch_up(self, behind: list[bool]) -> None:
-        """If an optimizer has failed on some rank, copy the state of another rank to all ranks.
+        """If the optimizer has failed on any rank, copy the state of another rank to all ranks.
 
         All ranks must call this at the same point.
 
@@ -76,11 +77,11 @@ class StateTransfer:
 
 
 def transfer_of(parts: Parts, model: DistributedModel, messages: Messages) -> StateTransfer:
-    """Create the transfer for a guard with one optimizer.
+    """Return a `StateTransfer` for a guard with one optimizer.
 
     Args:
-        parts: The parts of the guard.
-        model: The model.
+        parts: The objects that the guard manages.
+        model: The model that all ranks train.
         messages: The connection to the other ranks.
     """
     (optimizer,) = parts.optimizers.values()
@@ -101,10 +102,10 @@ def _copy_state(
     All ranks must call this.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer, whose parameters and state are overwritten on the other ranks.
         source: The rank to copy from.
         messages: The connection to the other ranks.
-        group: The process group.
+        group: The process group in which tensors are broadcast.
         device: The device on which tensors are broadcast.
 
     Raises:
@@ -124,7 +125,7 @@ def _copy_state(
     ]
     if any(other_forms != forms for other_forms in messages.exchange("forms of state", forms)):
         raise without_help("the state of the optimizer has a different form on other ranks")
-    # These values are not on the device, for example step counters.
+    # Values that are not tensors on the device, such as step counters.
     hosted: list[tuple[dict[str, Any], str]] = []
     for parameter, state in states:
         distributed.broadcast(parameter.detach(), source, group=group)
@@ -153,7 +154,7 @@ def _first_healthy(behind: list[bool]) -> int:
 
 
 def without_help(why: str) -> OutOfMemoryError:
-    """Return H402 for a failed optimizer whose rank cannot receive another rank's state."""
+    """Return error H402 for a failed optimizer whose rank cannot receive another rank's state."""
     return OutOfMemoryError(
         "an optimizer ran out of memory in the middle of its step",
         limit=f"weights and moments are only partly updated, and {why}",

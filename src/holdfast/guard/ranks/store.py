@@ -5,15 +5,15 @@ that torchrun has restarted the ranks. torchrun keeps its store, so the keys of 
 still exist. The prefix is followed by:
 
 =================================  =================================================================
-``<exchange>/<rank>``              What a rank sends in an exchange of the main threads.
+``<exchange>/<rank>``              The value that a rank sends in an exchange of the main threads.
 ``<thread>/<exchange>/<rank>``     The same in an exchange of other threads, such as ``saves``.
-``failure``                        The first failure of any rank; see `Failures`.
-``failure/read/<rank>``            Set once this rank has read it.
-``inbox/<rank>/length``            How many letters this rank was sent; see `Inbox`.
-``inbox/<rank>/<position>``        One of these letters.
+``failure``                        The first failure on any rank; see `Failures`.
+``failure/read/<rank>``            Set once this rank has read the failure.
+``inbox/<rank>/length``            How many messages this rank was sent; see `Inbox`.
+``inbox/<rank>/<position>``        One of these messages.
 ``alive/<rank>``                   How often this rank has answered that it is alive.
 ``tape/<failures>/<rank>``         A request for the tape of this rank; see `Tape`.
-``tape/<failures>/<rank>/...``     The answer to it, entry by entry.
+``tape/<failures>/<rank>/...``     The answer to this request, entry by entry.
 =================================  =================================================================
 
 A value that is too large for the store is split into pieces. The keys of the further pieces are the
@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 # The shortest and longest time between two checks for a key, in seconds. The main thread does not
-# use the store's own `wait`, because that logs a warning when it times out.
+# use the store's own `wait`, because `wait` logs a warning when it times out.
 _SHORTEST = 0.001
 LONGEST_PAUSE_SECONDS = 0.05
 # The store closes the connection if a value is larger than 8 MiB, so large values are sent in
@@ -45,7 +45,7 @@ _PIECE_BYTES = 4 * 2**20
 
 @final
 class RankStore:
-    """One connection to the store, with the keys of one guard.
+    """One connection to the store, for the keys of one guard.
 
     All methods except `wait` return immediately or poll, so threads may share a connection. `wait`
     blocks its connection, so a thread that calls it needs a connection of its own.
@@ -63,7 +63,7 @@ class RankStore:
         self._store: Any = PrefixStore(prefix, store.clone())
 
     def connect_again(self) -> RankStore:
-        """Return a new connection, for a thread that waits."""
+        """Return a new connection with the same prefix, for a thread that calls `wait`."""
         return RankStore(self._prefix)
 
     # --- texts
@@ -73,7 +73,7 @@ class RankStore:
         return bool(self._store.check(list(keys)))
 
     def text(self, key: str) -> str | None:
-        """Return the text of a key, or None if it is not set."""
+        """Return the text that is stored under a key, or None if the key is not set."""
         return bytes(self._store.get(key)).decode() if self.has(key) else None
 
     def set_text(self, key: str, text: str) -> None:
@@ -96,6 +96,7 @@ class RankStore:
         A large value is stored in pieces under additional keys. The first piece, which contains the
         number of pieces, is set last. Once its key exists, all pieces exist.
         """
+        # Round up. An empty value has one empty piece.
         count = max(1, -(-len(data) // _PIECE_BYTES))
         for piece in range(count - 1, -1, -1):
             begin = piece * _PIECE_BYTES
@@ -104,6 +105,7 @@ class RankStore:
 
     def get(self, key: str) -> bytes:
         """Return a value that was set by `put`."""
+        # The first 8 bytes of the first piece are the number of pieces.
         first = bytes(self._store.get(key))
         (count,) = struct.unpack("<Q", first[:8])
         others = [bytes(self._store.get(_key_of_piece(key, piece))) for piece in range(1, count)]
@@ -122,10 +124,10 @@ class RankStore:
     def poll(
         self, keys: Sequence[str], seconds: float, is_cancelled: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait until keys are set. Return whether all of them are.
+        """Wait until all keys are set, and return whether they are.
 
         Args:
-            keys: The keys.
+            keys: The keys to wait for.
             seconds: The longest time to wait.
             is_cancelled: Function that returns whether to stop waiting.
         """
@@ -139,7 +141,7 @@ class RankStore:
         return True
 
     def wait(self, key: str, timeout: timedelta) -> None:
-        """Wait in a thread until a key is set.
+        """Wait until a key is set. Call this from a thread with its own connection.
 
         Raises:
             DistStoreError: If the key is not set in time.

@@ -5,9 +5,9 @@ therefore keeps a tape: a list of the collectives that the guard and the model's
 started in this attempt. A failed rank asks the other ranks for their tapes and starts the same
 collectives. In a normal attempt, this costs only a short list and a waiting thread.
 
-Collectives of the loss or the model itself (see `collectives`) cannot be started by hand, since
-their inputs are unknown. If another rank waits in a collective of this kind that the failed rank
-has not started, all ranks end.
+Collectives that the loss or the model itself starts (see `collectives`) cannot be started by hand,
+since their inputs are unknown. If another rank is waiting in such a collective and the failed rank
+has not started it, all ranks exit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from holdfast.guard.ranks.store import RankStore
 # The time between two checks for new entries on other ranks' tapes or on this rank's tape, in
 # seconds.
 _POLL_SECONDS = 0.002
-# The kinds of collectives on a tape. A sharded model has all kinds. A replicated model has only the
-# row, since the process group counts its other collectives.
+# The kinds of collectives on a tape. The tape of a sharded model has all kinds. That of a
+# replicated model has only `ROW`, since the process group counts the other collectives.
 ROW = "row"
 GATHER = "gather"
 SCATTER = "scatter"
@@ -39,8 +39,8 @@ class Entry(NamedTuple):
     """A collective on a tape. It is sent as JSON.
 
     Attributes:
-        kind: One of the kinds above, which determines the other attributes that are set.
-        module: For weights and gradients, the position of their module.
+        kind: `ROW`, `GATHER`, `SCATTER` or `NORMS`. It determines which other attributes are set.
+        module: For weights and gradients, the index of their module.
         size: For gradients and norms, the number of elements.
         dtype: For gradients and norms, the name of the dtype, such as ``"float32"``.
         averages: For gradients, whether they are averaged over the ranks rather than added.
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 @final
 class Tape:
-    """This rank's collectives in the current attempt, which other ranks may ask for.
+    """Records this rank's collectives in the current attempt, which other ranks may ask for.
 
     Args:
         messages: The connection to the other ranks.
@@ -68,7 +68,7 @@ class Tape:
         self._entries: list[Entry] = []
         self._is_over = True
         # The number of attempts that failed on any rank, which is the same on all ranks. It is part
-        # of the keys of their messages.
+        # of the keys under which tapes are requested and sent.
         self._failed_attempts = 0
         messages.start_thread(self._serve, "holdfast-tape")
 
@@ -97,7 +97,7 @@ class Tape:
         self._is_over = True
 
     def follow(self, start: Callable[[Entry], None]) -> str | None:
-        """Start the collectives that other ranks have started and this rank has not.
+        """Start the collectives that other ranks have started but this rank has not.
 
         This returns once all other ranks have ended the attempt.
 
@@ -105,7 +105,7 @@ class Tape:
             start: Function that starts a collective by hand.
 
         Returns:
-            None, or why this rank cannot start them.
+            None, or the reason why this rank cannot start them.
 
         Raises:
             RankError: H114 if another rank does not end the attempt within the timeout of the
@@ -144,8 +144,7 @@ class Tape:
             None, or why this rank cannot start the collective in which the others are waiting.
 
         Raises:
-            RankError: H114 if another rank does not get there within the timeout of the process
-                group.
+            RankError: H114 if another rank does neither within the timeout of the process group.
         """
         names = self._request_tapes()
         start = time.monotonic()
@@ -168,7 +167,7 @@ class Tape:
 
         Args:
             since: The monotonic time at which the wait started.
-            late_rank: The rank that has not arrived.
+            late_rank: The rank that is still missing.
         """
         if time.monotonic() > since + self._messages.timeout_seconds:
             self._messages.lose(
@@ -187,7 +186,7 @@ class Tape:
         return [f"{name}/{rank}" for rank in self._messages.others]
 
     def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
-        """Describe a collective of the loss or the model that only some ranks have started.
+        """Describe a collective, started by the loss or the model, that other ranks do not join.
 
         Args:
             names: The prefixes of the tapes, in the order of the other ranks.
@@ -215,14 +214,14 @@ class Tape:
         return None
 
     def count_failed_attempt(self) -> None:
-        """Record that an attempt failed on some rank.
+        """Record that an attempt has failed on at least one rank.
 
         All ranks must call this the same number of times.
         """
         self._failed_attempts += 1
 
     def _serve(self, store: RankStore) -> None:
-        """In a thread, send this rank's tape whenever another rank asks for it."""
+        """Send this rank's tape whenever another rank asks for it. This runs in its own thread."""
         # The store raises an error when it is gone, which means that the run is over.
         with contextlib.suppress(RuntimeError):
             for failed_attempts in itertools.count():
@@ -237,8 +236,8 @@ class Tape:
         """Send the tape of an attempt, entry by entry, until the attempt is over.
 
         Args:
-            store: The connection of the thread.
-            name: The prefix of the keys.
+            store: The store connection of the calling thread.
+            name: The prefix of the keys under which the tape is sent.
             attempt: The number of the attempt, which this rank may not have started yet.
         """
         sent = 0
@@ -250,8 +249,8 @@ class Tape:
                 continue
             is_over = self._is_over or self._attempt > attempt
             new = self._entries[sent:]
-            # The count is read after the entries, and sent before them. A rank that has received an
-            # entry therefore knows about all collectives that were started before it.
+            # The counts are read after the entries, and sent before them. A rank that has received
+            # an entry therefore knows about all collectives that were started before that entry.
             begun = self.collectives.started()
             if begun != collectives:
                 store.set_text(f"{name}/collectives", json.dumps(begun))

@@ -1,4 +1,4 @@
-"""`StoreThreads`: threads that wait for other ranks, and end cleanly when the process exits."""
+"""`StoreThreads`: threads that wait for other ranks, and stop cleanly when the process exits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StoreThreads:
     """The threads of one guard.
 
     Args:
-        store: A connection to the store. Threads get connections of their own.
+        store: A connection to the store. Each thread that uses the store gets one of its own.
     """
 
     def __init__(self, store: RankStore) -> None:
@@ -45,15 +45,15 @@ class StoreThreads:
         thread.start()
 
     def wait_for_text(self, store: RankStore, key: str) -> str | None:
-        """In a thread, wait for the text of a key. Return None if this process is exiting.
+        """Wait until a key is set, and return its text, or None if this process is exiting.
 
         Args:
-            store: The connection of the thread.
-            key: The key.
+            store: The store connection of the calling thread.
+            key: The key to wait for.
         """
         self._awaited.add(key)
         while not self.is_ending:
-            # A wait may time out during a long run. Then wait again.
+            # In a long run, the wait may time out, so repeat it.
             with contextlib.suppress(DistStoreError):
                 store.wait(key, _DAY)
                 break
@@ -73,6 +73,6 @@ class StoreThreads:
             thread.join(_JOIN_SECONDS)
 
     def forget(self) -> None:
-        """Forget the threads in a forked process, where they do not run."""
+        """Discard the list of threads in a forked process, in which the threads do not run."""
         self._awaited = set()
         self._threads = []

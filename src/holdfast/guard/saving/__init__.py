@@ -1,4 +1,4 @@
-"""What a checkpoint contains, when it is saved, and snapshots in host memory.
+"""Save the state of a run, in checkpoints on disk and in snapshots in host memory.
 
 Read in this order:
 

@@ -1,4 +1,4 @@
-"""The best checkpoints of each metric, which are kept in addition to the newest ones.
+"""Keep the best checkpoints according to each metric, in addition to the newest checkpoints.
 
     best/accuracy/best.json                         the best values and their steps
     best/accuracy/checkpoints/000012-step00000600/  hard links to the files of a checkpoint, which
@@ -32,7 +32,7 @@ _PATH = re.compile(r"checkpoints/[\w-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """One of the best checkpoints of a metric.
+    """One of the best checkpoints according to a metric.
 
     Args:
         value: The value of the metric.
@@ -49,7 +49,8 @@ def as_metric(value: Any, keep: Any, patience: Any) -> float:
     """Check the arguments of `Guard.validated`, and return the metric's value as a float.
 
     Raises:
-        PolicyError: H105 if the value is not a number, or `keep` or `patience` is not a count.
+        PolicyError: H105 if the value is not a number, or if `keep` or `patience` is not a whole
+            number in the allowed range.
     """
     wrong = []
     if not _is_count(keep, smallest=0):
@@ -119,7 +120,7 @@ class BestOf:
             self._load(json.loads(read_file(self._folder / _FILE)))
 
     def _load(self, content: dict[str, Any]) -> None:
-        """Load the contents of the file. If any of them is damaged, raise an error instead."""
+        """Load the content of ``best.json``. If it is damaged, raise an error and load nothing."""
         kept = [
             Best(
                 value=float(best["value"]),
@@ -210,16 +211,16 @@ class BestOf:
                 remove(path)
 
     def _rank(self, best: Best) -> tuple[float, int]:
-        """Return the sort key of a checkpoint. The best comes first, and the older one in a tie."""
+        """Return the sort key of a checkpoint: the best one comes first, in a tie the older one."""
         if self._lower_is_better:
             return best.value, best.global_step
         return -best.value, best.global_step
 
     def write(self) -> None:
-        """Write the file, if this process is responsible for writing.
+        """Write ``best.json``, if this process is responsible for writing.
 
-        If writing fails, for example because the disk is full, the values are lost when the process
-        ends.
+        If writing fails, for example because the disk is full, no error is raised, and the values
+        are lost when the process exits.
         """
         if not self._writes:
             return

@@ -41,7 +41,7 @@ def component_of(kind: str, name: str) -> str:
 
 
 def component_names(parts: Parts) -> list[str]:
-    """Return the names of all components in a checkpoint of these parts."""
+    """Return the names of all components in a checkpoint of these objects."""
     return [
         *(component_of("model", name) for name in parts.models),
         *(component_of("optimizer", name) for name in parts.optimizers),
@@ -104,8 +104,8 @@ def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
     """Check before the first step that the state of schedulers and optimizers can be saved.
 
     Args:
-        parts: The parts of the run.
-        names: The names of the optimizers to check. If None, all are checked.
+        parts: The objects of the run, including its schedulers and optimizers.
+        names: The names of the optimizers to check. None means all optimizers.
 
     Raises:
         PolicyError: H105 if a ``state_dict()`` raises an exception.
@@ -124,9 +124,13 @@ def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _asking_for_state(part: str, value: Any) -> Iterator[None]:
-    """Turn an exception raised by a part's ``state_dict()`` into H105.
+    """Return a context that replaces an exception raised by ``state_dict()`` with H105.
 
     Errors raised by holdfast and out-of-memory errors are not changed.
+
+    Args:
+        part: A description of the object, for the message.
+        value: The object whose ``state_dict()`` is called.
     """
     try:
         yield
@@ -173,7 +177,7 @@ def live_tensors(parts: Parts) -> Groups:
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
-    """Return the class of each optimizer and scheduler, and the names of the other state."""
+    """Return the class of each optimizer and scheduler, and an entry for each ``state=`` object."""
     kinds = {}
     for name, optimizer in parts.optimizers.items():
         kinds[f"optimizer {name!r}"] = type(optimizer).__name__
@@ -189,7 +193,7 @@ def _kinds(parts: Parts) -> dict[str, str]:
 
 
 def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
-    """Return whether the script has changed state since a checkpoint without running a step.
+    """Return whether the script has changed state since a checkpoint, without running a step.
 
     This compares the ``state=`` objects, the schedulers and the optimizers' parameter groups. It
     computes the digests of all tensors in them.
@@ -241,7 +245,7 @@ def _is_of_a_group(name: str) -> bool:
 
 
 def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint fits the objects of the guard, before any of them is loaded.
+    """Check that a checkpoint fits the guard's objects, before it is loaded into any of them.
 
     Args:
         trees: The contents of the checkpoint, by component.
@@ -341,7 +345,7 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
 
     Args:
         trees: The state by component, which `check_fits` has accepted.
-        parts: The objects.
+        parts: The objects into which the state is loaded.
 
     Raises:
         CheckpointError: H313 if an object raises an error. The checkpoint itself is not damaged.
@@ -363,7 +367,12 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
 
 @contextlib.contextmanager
 def _loading(part: str, value: Any) -> Iterator[None]:
-    """Turn an exception raised by a part's ``load_state_dict`` into H313."""
+    """Return a context that replaces an exception raised by ``load_state_dict`` with H313.
+
+    Args:
+        part: A description of the object, for the message.
+        value: The object whose ``load_state_dict`` is called.
+    """
     try:
         yield
     except Exception as error:

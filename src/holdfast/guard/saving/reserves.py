@@ -7,13 +7,13 @@ from holdfast.guard.saving.snapshots import Snapshots
 
 
 class Reserves:
-    """The host memory of snapshots and of the buffers for saving.
+    """The host memory that snapshots and the buffers for saving occupy.
 
-    The engine frees it when an attempt runs out of memory on the CPU.
+    The engine frees this memory when an attempt runs out of memory on the CPU.
 
     Args:
         snapshots: The snapshots of the run.
-        saving: Saves its checkpoints.
+        saving: The object that saves the run's checkpoints.
     """
 
     def __init__(self, snapshots: Snapshots, saving: Saving) -> None:
@@ -21,6 +21,9 @@ class Reserves:
         self._saving = saving
 
     def free(self) -> None:
-        """Free this memory permanently: from now on there are no snapshots, and saves wait."""
+        """Free this memory permanently.
+
+        From now on, no snapshots are taken, and saves run in the training thread.
+        """
         self._snapshots.give_up()
         self._saving.give_up_buffers()

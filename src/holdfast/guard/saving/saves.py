@@ -1,4 +1,4 @@
-"""Save the checkpoints of an open run: when, in which thread, and with which events.
+"""Save the checkpoints of an open run, and decide when and in which thread to do so.
 
 When the interval set by the policy has passed, a save is due (`Saving.is_due`). At the next
 boundary, the state is copied into host buffers. While training continues, a thread checks the
@@ -7,7 +7,7 @@ old ones.
 
 A save runs in the training thread instead if it must be complete when the call returns (the first
 save, the last one, and requested saves), or if there is no memory for the buffers. Only one save
-runs at a time. Code that reads checkpoints waits for it first.
+runs at a time. Code that reads checkpoints first waits until no save is running.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ _MOST_MEMORY = 0.25
 # Buffers up to this size are allocated and touched in the training thread, which takes about 10 ms
 # (1.8 s per GiB, measured in a virtual machine). A thread prepares larger ones.
 _SMALL_BYTES = 4 * 2**20
-# The buffers are prepared this long before the first save is due.
+# The buffers are prepared this many seconds before the first save is due.
 _AHEAD_SECONDS = 3.0
-# Boundaries check whether the run still holds its lock, but not more often than this. A check takes
-# a few microseconds, or perhaps a millisecond on a network disk. Each save checks the lock too.
+# The shortest time between two checks whether the run still holds its lock, in seconds. The lock is
+# checked at step boundaries, which takes a few microseconds, or perhaps a millisecond on a network
+# disk. Each save checks the lock too.
 _HOLD_SECONDS = 5.0
-# The buffers are larger than the state by this factor, because strings and positions grow slightly
-# from one save to the next.
+# The buffers are allocated larger than the state by this factor, because strings and positions grow
+# slightly from one save to the next.
 _SPARE = 1.02
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -66,7 +67,7 @@ class _Save:
     shot: Snapshot
     # The tensors to check for NaN and Inf before writing.
     must_be_finite: Named
-    # The tensors with NaN or Inf found so far: some of their names, and their number.
+    # The names of some tensors in which NaN or Inf was found, and the number of such tensors.
     bad: tuple[list[str], int] = ([], 0)
     # The position of the run; see `Session._position`.
     position: tuple[int, int]
@@ -94,7 +95,7 @@ class Saving:
         store: The checkpoints in the run directory.
         record: The record that receives events.
         policy: The run's policy.
-        chooser: Chooses when to save.
+        chooser: The object that chooses when to save.
         clock: The source of time.
         run_state: The phase of the run, which determines whether the state may be saved.
         state: Function that returns the state to save, by component.
@@ -175,6 +176,7 @@ class Saving:
         now = self._clock.monotonic_seconds()
         if step > last_step and self.chooser.is_overdue(now, auto=interval == "auto"):
             return True
+        # A multiple of the interval has been reached since the last attempt.
         return isinstance(interval, int) and step // interval > last_step // interval
 
     @property
@@ -202,7 +204,7 @@ class Saving:
         return self._refused is not None
 
     def take_refusal(self) -> str | None:
-        """Return why a save was refused since the last call, or None."""
+        """Return why a save has been refused since the last call, or None."""
         refused = self._refused
         self._refused = None
         return refused
@@ -229,7 +231,7 @@ class Saving:
     def note_left_steps(self) -> None:
         """Record the steps since the newest checkpoint, and report them when the process exits.
 
-        Does nothing if the last save failed, since `report_loss` reports that.
+        This does nothing if the last save failed, since `report_loss` reports that case.
         """
         if self.saved_as is None or self._newest_failure is not None or not self.has_unsaved:
             return
@@ -252,8 +254,8 @@ class Saving:
     def save(self) -> None:
         """Save a checkpoint of the current state, and wait until it is written.
 
-        Does nothing while the state is incomplete, or if it is already saved. A state with NaN or
-        Inf is refused. Failures are recorded and do not stop training, except if the first save
+        This does nothing while the state is incomplete, or if it is already saved. A state with NaN
+        or Inf is refused. Failures are recorded and do not stop training, unless the first save
         fails for a reason that would make every later save fail too.
 
         Raises:
@@ -374,7 +376,7 @@ class Saving:
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
     def _note_attempt(self) -> None:
-        """Record the time of a save attempt. The next interval starts from here."""
+        """Record the time of a save attempt, at which the next interval starts."""
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
 
@@ -514,7 +516,7 @@ class Saving:
         self._record.emit(failed, global_step=global_step)
 
     def _end(self, save: _Save) -> float:
-        """Set the duration of a save, and return how long the loop waited for it."""
+        """Record the duration of a save, and return how long the loop waited for it, in seconds."""
         save.seconds = self._clock.monotonic_seconds() - save.started
         if save.stall_seconds is None:
             save.stall_seconds = save.seconds
@@ -557,8 +559,8 @@ class Saving:
         job = self._job
         try:
             save = None if job is None else job.result()
-            # The job is cleared only after the wait. If the wait is interrupted, it is still
-            # running.
+            # The job is cleared only after the wait, since it is still running if the wait is
+            # interrupted.
             self._job = None
         except Exception as error:  # noqa: BLE001 - training continues without a writer
             self._job = None
@@ -633,7 +635,7 @@ class Saving:
         return buffers if self._job is None else None
 
     def _stop_background(self, why: str) -> None:
-        """Save in the training thread from now on."""
+        """Make all later saves run in the training thread, and record why."""
         self._in_background = False
         self._record.emit(run_events.SavesSynchronous(why=why))
 
@@ -662,8 +664,8 @@ class Saving:
         """Record that the run has rolled back to an earlier step.
 
         Args:
-            to_checkpoint: Whether it has rolled back to a checkpoint rather than to a snapshot in
-                host memory.
+            to_checkpoint: Whether the run has rolled back to a checkpoint rather than to a snapshot
+                in host memory.
         """
         step = self._record.global_step
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
@@ -672,7 +674,7 @@ class Saving:
 
 
 def chooser_of(policy: Policy) -> IntervalChooser:
-    """Return what chooses when to save, with the limits of a policy."""
+    """Return an `IntervalChooser`, which chooses when to save, with the limits of a policy."""
     return IntervalChooser(
         mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
         most_overhead=policy.save_overhead,

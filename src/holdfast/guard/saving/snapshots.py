@@ -68,6 +68,7 @@ class Snapshots:
         """Return whether the interval and enough time have passed since the last snapshot."""
         if self._interval is None:
             return False
+        # No multiple of the interval has been reached since the last snapshot.
         if global_step // self._interval <= self._last_step // self._interval:
             return False
         passed_seconds = self._clock.monotonic_seconds() - self._last_seconds
@@ -82,7 +83,8 @@ class Snapshots:
                 Inf. In that case, no snapshot is taken.
 
         Returns:
-            False if the state does not fit into host memory. Then no more snapshots are taken.
+            False if the state does not fit into host memory, otherwise True. If it does not fit, no
+            more snapshots are taken.
         """
         started = self._clock.monotonic_seconds()
         trees = read()
@@ -119,14 +121,14 @@ class Snapshots:
             self.give_up()
 
     def newest(self, before_step: int) -> Kept | None:
-        """Return the newest snapshot from this step or an earlier one, or None."""
+        """Return the newest snapshot from step `before_step` or an earlier one, or None."""
         for snapshot in reversed(self._kept):
             if snapshot.global_step <= before_step:
                 return snapshot
         return None
 
     def returned_to(self, global_step: int) -> None:
-        """Discard the snapshots of later steps, after a rollback to this step."""
+        """Discard the snapshots of later steps, after a rollback to step `global_step`."""
         self._kept = [snapshot for snapshot in self._kept if snapshot.global_step <= global_step]
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()

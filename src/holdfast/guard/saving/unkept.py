@@ -23,7 +23,7 @@ class UnkeptNumbers:
     """Finds numeric attributes that change during training but are missing from checkpoints.
 
     Args:
-        parts: The run's schedulers and optimizers, before training.
+        parts: The objects of the run, whose schedulers and optimizers have not been stepped yet.
     """
 
     def __init__(self, parts: Parts) -> None:

@@ -1,4 +1,4 @@
-"""Exit with code 74 if the newest state of a run is in no checkpoint.
+"""Exit with code 74 if the newest state of a run has not been saved in a checkpoint.
 
 If the last save fails, no error is raised, because the code after the loop may still write the
 weights to another disk. But if the process would exit with code 0, it exits with `EXIT_CODE`
@@ -8,7 +8,7 @@ If a loop is left early, for example with ``break``, no checkpoint is saved. If 
 steps are still unsaved when the process exits, a line on stderr reports them, and the exit code
 does not change.
 
-``saves`` contains the saves themselves, and their events.
+The module ``saves`` saves the checkpoints and records events about them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from holdfast.core.standard_streams import write_to_stderr
 # EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file".
 EXIT_CODE = 74
 
-# Why the newest state of a run is in no checkpoint, by run directory.
+# Why the newest state of a run is in no checkpoint, keyed by run directory.
 _unsaved: dict[Path, str] = {}
 
-# The first and last unsaved steps of loops that were left early, by run directory.
+# The first and last unsaved steps of loops that were left early, keyed by run directory.
 _left_steps: dict[Path, tuple[int, int]] = {}
 
 # Whether the script has called `sys.exit` with a nonzero status.
@@ -69,7 +69,7 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
 
 def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
-    """Record that a loop was left early with these steps unsaved, although no save has failed."""
+    """Record that a loop was left early, with steps unsaved although no save has failed."""
     if not _is_in_a_test():
         _left_steps[run_dir] = from_step, to_step
 

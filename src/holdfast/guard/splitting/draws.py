@@ -26,7 +26,7 @@ class NotRepeatableError(Exception):
 
 
 class Draws:
-    """Records the random numbers of the first call after `start`, and replays them in the parts.
+    """Records the random numbers of the first call after `start`, and replays them for the parts.
 
     Random numbers from Python and numpy cannot be split into rows. Each call therefore starts from
     the same seed, as if all samples shared these numbers. With `in_order`, the generators instead
@@ -37,8 +37,8 @@ class Draws:
 
     Args:
         devices: The accelerators whose generators are observed.
-        tolerance: Largest relative difference allowed in the inputs of a random operation (such as
-            probabilities) between the whole batch and a part.
+        tolerance: The largest relative difference that is allowed between the whole batch and a
+            part in the inputs of a random operation, such as probabilities.
         seed: The seed that every call starts from.
         in_order: Whether the generators of Python and numpy continue from part to part.
     """
@@ -59,7 +59,7 @@ class Draws:
         self._in_order = in_order
         # The draws of the call with all samples, or None before that call.
         self._whole_draws: list[_Draw] | None = None
-        # The numbers that the parts have received, by operation and generator state.
+        # The numbers that the parts have received, keyed by operation and generator state.
         self._numbers_of_parts: dict[Any, list[Any]] = {}
         self._samples = 0
 
@@ -67,7 +67,7 @@ class Draws:
         """Clear all recorded draws. The next call must be the one with all samples.
 
         Args:
-            samples: The number of samples.
+            samples: The number of samples in the whole batch.
         """
         self._whole_draws = None
         self._samples = samples
@@ -121,6 +121,7 @@ class Draws:
     def backward(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a recomputed forward pass receives the same numbers again."""
 
+        # A draw of the backward pass itself is not in the dict, so it keeps its own numbers.
         def repeat_numbers(draw: _Draw) -> None:
             for new, old in zip(
                 draw.drawn, self._numbers_of_parts.get(draw.place(), draw.drawn), strict=True
@@ -162,10 +163,19 @@ class Draws:
     def _rows(
         self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int
     ) -> torch.Tensor:
-        """Return the rows of a tensor that belong to some samples.
+        """Return the rows of a tensor of the whole batch that a part receives.
 
-        The rows are those along the only dimension in which `whole` and `part` differ in size. If
-        no dimension differs, the whole tensor is returned.
+        The rows are taken along the only dimension in which `whole` and `part` differ in size. If
+        no dimension differs, `whole` is returned.
+
+        Args:
+            whole: The tensor of the whole batch.
+            part: The corresponding tensor of the part.
+            first: The position of the part's first sample.
+            samples: The number of samples in the part.
+
+        Raises:
+            NotRepeatableError: If the sizes do not match the numbers of samples.
         """
         if whole.shape == part.shape:
             return whole
@@ -187,7 +197,7 @@ class _Draw(NamedTuple):
     """A call of an operation that draws random numbers."""
 
     op: Any
-    # The states before the call of the generators that it used.
+    # The states of the generators that the operation used, before it was called.
     states_before: list[torch.Tensor]
     # The input tensors that the result depends on.
     inputs: list[Any]
@@ -206,7 +216,7 @@ class _Draw(NamedTuple):
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that passes each draw to a function as it happens."""
+    """A dispatch mode that passes each draw to a function right after the draw."""
 
     def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[_Draw], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,16 +1,16 @@
 """Examine loss functions: forbidden calls, identity, and side effects.
 
-**Forbidden calls.** A loss function must only return a loss. Backward and the optimizer steps are
-up to the guard. The function may compute gradients, but not with respect to parameters.
+**Forbidden calls.** A loss function must only return a loss. The guard itself runs backward and
+steps the optimizers. The function may compute gradients, but not with respect to parameters.
 
 **Identity.** A lambda in a loop is a new object in each iteration, but always the same function. On
 the other hand, two partials of a function with different values of ``reduction`` are different
 functions. Functions are therefore identified by their code, and by the strings and flags that are
-bound to them. Numbers are ignored, since a step number or a changing weight would make a new
-function in every step.
+bound to them. Numbers are ignored, since otherwise a step number or a changing weight would make a
+new function in every step.
 
-**Side effects.** If a call changes plain attributes of modules or variables of the function, the
-change is in no checkpoint, and each retry repeats it.
+**Side effects.** If a call changes plain attributes of modules or variables of the function, no
+checkpoint contains the change, and each retry repeats it.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class FilledOutside:
 
         If there are gradients, this synchronizes with the device.
         """
-        # If another guard has run a step since then, the gradients may come from that step.
+        # If another guard has run a step since this guard was created, the gradients may come from
+        # that step.
         others_have_stepped = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
         were_empty = self._empty
@@ -246,13 +247,13 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _name_of(code: types.CodeType) -> str:
-    # The checksum distinguishes two lambdas in the same line.
+    # The checksum distinguishes two lambdas on the same line.
     checksum = zlib.crc32(code.co_code + repr(code.co_names).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
 
 
 def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
-    """Append the descriptions of the bound values that count to a name, in parentheses."""
+    """Return a name, followed in parentheses by the descriptions of the bound values that count."""
     if depth == 0:
         return name
     descriptions = [_describe_value(value, depth - 1) for value in bound]
@@ -261,7 +262,7 @@ def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
 
 
 def _describe_value(value: Any, depth: int) -> str:
-    """Return a text that identifies a bound value, or an empty string if it does not count."""
+    """Return a text that identifies a bound value, or an empty string for a value to ignore."""
     if value is None or isinstance(value, (bool, str)):
         return repr(value)[:80]
     # Modules without weights are criteria, which count. Modules with weights are models.
@@ -304,15 +305,16 @@ def find_side_effects(
     that is filled once, does not change in the second pass, so it is not returned.
 
     Attributes of the loss function, and variables outside of it, may be mere counters or logs. They
-    count only if the second loss differs from the first.
+    are returned only if the second loss differs from the first.
 
     Args:
         models: The models by name.
         loss_fn: The loss function.
         forward: Function that runs the same forward pass each time and returns the loss, or NaN if
             it ran out of memory.
-        restored: Objects that do not count, because the guard restores them.
-        logs_too: Whether to count variables and attributes of the loss function in any case.
+        restored: Objects to ignore, because the guard restores them.
+        logs_too: Whether to return variables and attributes of the loss function even if the two
+            losses are equal.
 
     Returns:
         Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
@@ -355,9 +357,10 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _variables(function: Any, ignored: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the variables outside of a function that it can access.
+    """Return copies of the variables that a function can access but does not define.
 
     These are its closure variables, globals, bound arguments, and the attributes of its object.
+    Variables whose values are in `ignored` are left out.
     """
     variables: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -401,7 +404,7 @@ def _snapshot(value: Any, depth: int) -> Any:
     """Return a copy of a value for a later comparison.
 
     Plain values are returned as they are, small tensors are copied, and containers are copied up to
-    this depth. Any other value is represented by the name of its type.
+    `depth` levels deep. Any other value is represented by the name of its type.
     """
     if isinstance(value, _PLAIN):
         return value

@@ -17,8 +17,8 @@ token) that do not depend on a loss.
 
 Values that are converted to an array or a list cannot be traced. If the loss function then picks
 entries of a loss vector by position, it may have computed the positions from those values, so this
-counts as a selection. Single numbers (``.item()``) and TorchScript are not traced. For these cases,
-there are the checks that are repeated while batches are being split.
+counts as a selection. Single numbers (``.item()``) and TorchScript are not traced. Only the checks
+that are repeated while batches are being split can reveal selections based on them.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ _KEEP_MASKS = frozenset(
 _COUNTS = frozenset({"sum", "count_nonzero", "nansum", "mean"})
 # Functions that select by a mask.
 _BY_MASK = frozenset({"masked_select", "nonzero", "argwhere"})
-# Functions that convert several values to an array or list, and functions that pick entries by
-# position.
+# Functions that convert the values of a tensor to an array or a list, and functions that pick
+# entries by position.
 _TO_HOST = frozenset({"numpy", "tolist", "__array__"})
 _BY_POSITION = frozenset({"__getitem__", "index_select", "take", "gather"})
 _LOSSES = frozenset(
@@ -189,7 +189,7 @@ class SelectionFinder(TorchFunctionMode):
         return [self._selections[index] for index in sorted(indices)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function, and mark its result."""
+        """Call a torch function, and mark the tensors that it returns or writes to."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -247,13 +247,13 @@ class SelectionFinder(TorchFunctionMode):
     def _selects_for_loss(self, marks: _Marks) -> bool:
         """Return whether a selection by values with these marks is part of the loss.
 
-        Inside a model's ``forward``, this requires that the values depend on a loss or a mask.
-        Otherwise, the selection is part of the model.
+        Inside a model's ``forward``, a selection is part of the loss only if the values depend on a
+        loss or a mask. Otherwise, it is part of the model.
         """
         return marks.loss or marks.is_mask or (marks.parameters and not self._is_in_model())
 
     def _is_in_model(self) -> bool:
-        """Return whether the ``forward`` of any module of the models is running."""
+        """Return whether the ``forward`` method of any of the models' modules is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if (
@@ -290,6 +290,7 @@ class SelectionFinder(TorchFunctionMode):
         return Selection(HOST, values.shape[0])
 
     def _selection_by_rank(self, name: str, args: Any, kwargs: Any) -> Selection | None:
+        # Return the selection that a call of a function in `_BY_RANK` makes, or None.
         values = args[0] if args else kwargs.get("input")
         if not isinstance(values, torch.Tensor) or not values.ndim:
             return None
@@ -323,4 +324,5 @@ def _covers_first(args: Any, kwargs: Any) -> bool:
     if dimensions is None or not args or not isinstance(args[0], torch.Tensor):
         return True
     dimensions = [dimensions] if isinstance(dimensions, int) else list(dimensions)
+    # The modulo turns a negative dimension into the equivalent positive one.
     return not dimensions or any(dimension % max(1, args[0].ndim) == 0 for dimension in dimensions)

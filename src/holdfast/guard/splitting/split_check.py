@@ -10,8 +10,8 @@ parts receive the same random numbers for their samples as the whole batch. If t
 loss with declared items is compared in evaluation mode, and any other loss is not compared.
 
 On the CPU, trials run in a forked copy of the process, so they have no effect on training. A
-process that uses an accelerator cannot be forked. There, the trial runs in the training process,
-right before a split, and the caller restores all state.
+process that uses an accelerator cannot be forked. In this case, the trial runs in the training
+process, right before a split, and the caller restores all state.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ _NOT_REPEATABLE = (
     " cannot be repeated for parts of the batch (a permutation, a numpy generator), so no trial can"
     " show whether the parts add up to the whole"
 )
-# The share of the samples in the first part, for each of the two comparisons of a micro-batch with
-# its parts.
+# The share of a micro-batch's samples that are in the first part. The micro-batch is compared with
+# its parts twice, once for each of these shares.
 _HALVES = 0.5
 _QUARTERS = 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
@@ -111,9 +111,9 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCheckResult:
-    """The result of a check.
+    """The result of a trial split.
 
-    Its outcome is one of these:
+    The outcome is one of these:
 
     - ``"exact"``: splitting keeps the gradient.
     - ``"random"``: splitting would keep the gradient if the random numbers were the same, or the
@@ -152,7 +152,7 @@ class SplitCheckResult:
     not_made: bool = False
 
     def weighting(self) -> Weighting:
-        """Return the weighting of a batch's parts, for a loss function without declared items."""
+        """Return the most common weighting that reproduces the gradient, or `SAMPLES`."""
         return self.held[0] if self.held else SAMPLES
 
     def may_change_gradient_later(self) -> bool:
@@ -166,7 +166,7 @@ class SplitCheckResult:
         return bool(self.selects) and not (is_sum and self.selects == MASK)
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields to record, as JSON values."""
+        """Return the fields to record in an event, as JSON values."""
         facts = asdict(self)
         facts["held"] = [str(weighting) for weighting in self.held]
         for name in ("failed", "side_effects", "called", "not_made"):
@@ -175,7 +175,7 @@ class SplitCheckResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:
-        """Create a result from the value of ``asdict`` after it was sent as JSON."""
+        """Restore a result that was converted with ``asdict`` and sent as JSON."""
         restored = dict(values)
         for name in ("held", "failed"):
             restored[name] = tuple(
@@ -237,7 +237,7 @@ class SplitCheck:
 
     # The loss function. It receives copies of the batch.
     loss_fn: Callable[[Any], Any]
-    # The position of the batch dimension.
+    # Which dimension of the batch's tensors is the batch dimension.
     split: Split
     # Keeps copies of the states, which are restored before each evaluation and compared after it.
     states: StateKeeper
@@ -245,7 +245,7 @@ class SplitCheck:
     # The parameters whose gradients are compared. The check overwrites their ``.grad`` and then
     # clears it.
     parameters: Sequence[torch.Tensor]
-    # Function that returns the context for calling a loss function.
+    # Function that returns a context in which to call a loss function.
     calling: Callable[[], contextlib.AbstractContextManager[Any]]
     # Whether that context computes in half precision.
     rounds_to_half: bool
@@ -253,7 +253,7 @@ class SplitCheck:
     in_a_copy: bool
     # The weightings that held in earlier batches.
     earlier_weightings: Sequence[Weighting] = ()
-    # Whether splitting kept the gradient in earlier batches.
+    # Whether splitting kept the gradients of earlier batches.
     has_passed: bool = False
     _draws: Draws | None = field(default=None, init=False)
     _seed: int = field(default=0, init=False)
@@ -262,8 +262,8 @@ class SplitCheck:
     _loss_facts: tuple[bool, bool] = field(default=(False, False), init=False)
     # The share of the samples in the first part. None means all samples but one.
     _first_share: float | None = field(default=None, init=False)
-    # The names of states that end up with different values after the parts than after the whole
-    # batch.
+    # The names of states whose final values differ between a pass over the whole batch and passes
+    # over its parts.
     uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
@@ -277,6 +277,9 @@ class SplitCheck:
             size: The number of samples in the batch.
             empty: The position of a sample for which the loss function declares no items. None if
                 there is no such sample.
+
+        Returns:
+            The combined result of all comparisons.
         """
         self.states.keep()
         windows = [
@@ -370,6 +373,7 @@ class SplitCheck:
         buffers = BufferKeeper(dict(self.models), self.states)
         buffers.keep()
 
+        # Undo each forward pass, so that the next one starts from the same state.
         def forward() -> float:
             loss = self._forward_once(window)
             buffers.put_back()
@@ -391,6 +395,7 @@ class SplitCheck:
             windows: The sets of samples.
             weightings: The candidates for the weighting.
         """
+        # If there is only one set, it is both the first and the last one.
         next_windows = [windows[0], *windows[1:][-1:]]
         others = list(windows[1:-1][:_LOOKED_THROUGH])
         results: list[SplitCheckResult] = []
@@ -415,7 +420,7 @@ class SplitCheck:
     ) -> list[SplitCheckResult]:
         """Run the check on sets of samples whose last sample has no items.
 
-        The second part of such a set is this sample, which then has weight 0. The check shows
+        When such a set is cut, its second part is this sample, which has weight 0. The check shows
         whether the part still has a loss, which would be lost if the part were left out.
 
         Args:
@@ -447,7 +452,7 @@ class SplitCheck:
         """Run the check on samples as if all of them had the label that is rarest in the batch.
 
         A loss that compares labels couples samples with the same label, and four samples rarely
-        have one in common. Without this check, the coupling might not be noticed.
+        share a label. Without this check, the coupling might not be noticed.
         """
         size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
@@ -487,6 +492,7 @@ class SplitCheck:
         return [replace(result, why=why)]
 
     def _cut(self, window: Any) -> _Parts:
+        # Cut a set of samples into two parts, with `first` samples in the first part.
         num_samples = batch_size(window, self.split)
         first = num_samples - 1
         if self._first_share is not None:
@@ -584,7 +590,7 @@ class SplitCheck:
         """Compare some samples with their two parts, for each weighting.
 
         Args:
-            draws: Repeats random numbers in the parts. None to repeat none.
+            draws: The object that repeats random numbers in the parts. None repeats no numbers.
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
             compare: The comparison: `_difference` or `_difference_of_losses`.
@@ -641,7 +647,7 @@ class SplitCheck:
         )
 
     def _fits(self, difference: _Difference) -> bool:
-        """Return whether a difference is due to rounding. A NaN difference is not."""
+        """Return whether a difference is small enough to be due to rounding. NaN is not."""
         is_within_tolerance = difference.of_gradients <= self._least_tolerance()
         if not is_within_tolerance:
             return False
@@ -669,7 +675,7 @@ class SplitCheck:
     def _difference(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare gradients and losses.
+        """Return the differences in gradient and loss between a set of samples and its parts.
 
         If the gradient of the whole set is zero or not finite, the relative difference is NaN.
         """
@@ -715,7 +721,7 @@ class SplitCheck:
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
-        """Compare only losses. In nearly all cases, this also reveals coupled samples."""
+        """Compare only losses, which reveals coupled samples in nearly all cases as well."""
         if isinstance(self.loss_fn, TwoPass):
             # A `TwoPass` computes its loss from all samples at once, regardless of the parts.
             return _Difference(0.0, 0.0)
@@ -883,6 +889,7 @@ class SplitCheck:
         )
 
     def _norm(self) -> float:
+        # Return the L2 norm of all gradients together, computed in at least fp32.
         gradients = [p.grad.to_dense() for p in self.parameters if p.grad is not None]
         wide = [
             gradient if gradient.dtype in _TOLERANCE else gradient.float() for gradient in gradients
@@ -950,6 +957,8 @@ _Compared: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], _D
 
 
 def _finite_or_inf(difference: float) -> float:
+    # The gradient of the whole set is finite, so a NaN comes from the parts. It must count as a
+    # difference, while NaN stands for a comparison that was not possible.
     return difference if math.isfinite(difference) else math.inf
 
 
@@ -957,12 +966,12 @@ def _finite_or_inf(difference: float) -> float:
 def _modes(
     models: Iterable[nn.Module], of: Callable[[nn.Module], Iterable[nn.Module]]
 ) -> Iterator[None]:
-    """Put some modules into evaluation mode, and turn off dropout in recurrent layers.
+    """Return a context with some modules in evaluation mode, and no dropout in recurrent layers.
 
     The random numbers in recurrent layers cannot be repeated for parts.
 
     Args:
-        models: The models.
+        models: The models whose modules are changed inside the context.
         of: Function that returns the modules of a model to put into evaluation mode.
     """
     models = list(models)
@@ -1031,7 +1040,7 @@ def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Return the result of a check, or an "unknown" result with the reason if the check fails."""
     try:
         # The check runs in eager mode. Otherwise, torch would compile code for the sizes of the
-        # trial, which a forked copy cannot do, because the threads for it were not copied.
+        # trial. A forked copy cannot do so, because a fork does not copy the compiler's threads.
         with eager():
             return run()
     except CalledInsideError as error:

@@ -1,8 +1,8 @@
 """Decide whether batches may be split for a loss function, and what a split promises.
 
 In the first step, a trial split of four samples shows whether splitting would change training. An
-event records the result. If it would, there is also a warning, or an error if the policy sets the
-micro-batch size. If the trial cannot be run, batches are not split.
+event records the result. If splitting would change training, there is also a warning, or an error
+if the policy sets the micro-batch size. If the trial cannot be run, batches are not split.
 
 While batches are being split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... split step, and
 the worst result counts. For example, a mean over tokens looks like a mean over samples as long as
@@ -12,8 +12,8 @@ earlier trials, a trial is run with this batch before it is split.
 From time to time, a micro-batch is also compared with its two halves; see `steps_between_checks`.
 If they differ, the promise is lowered, and the next few split steps are checked too. After a second
 failure in these steps, batches are no longer split. In that case, the promise was wrong in some
-earlier steps. The event ``split_stopped`` contains the last step in which it is known to have been
-right.
+earlier steps. The event ``split_stopped`` contains the last step in which the promise is known to
+have been right.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ _MOST_HISTORIES = 64
 # the 64th, and so on are tried.
 _ALWAYS = 16
 # Comparing micro-batches with their halves may take at most this share of the time that split steps
-# take, which is no more than the time of two runs of the same script differs. With this share, a
+# take, which is within the usual variation between two runs of the same script. With this share, a
 # loss that starts to couple samples is detected after a few hundred steps.
 _SHARE_OF_CHECKS = 0.01
-# The number of split steps between two of these comparisons until their cost is known, and the
-# minimum afterwards. Before the first comparison, the trials at the 2nd, 4th, ..., 64th split step
-# serve the same purpose.
+# The number of split steps between two comparisons of a micro-batch with its halves, until their
+# cost is known, and the minimum afterwards. Before the first comparison, the trials at the 2nd,
+# 4th, ..., 64th split step serve the same purpose.
 _FEWEST_STEPS_BETWEEN = 64
 # After a comparison has failed, this many of the next split steps are checked too. A single failure
 # may be due to rounding that moves a value across a threshold, but a loss that selects samples
@@ -99,12 +99,12 @@ _MOST_STEPS_BETWEEN = 2**16
 def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
     """Return the number of split steps until a micro-batch is compared with its halves again.
 
-    With this number, comparisons take at most `_SHARE_OF_CHECKS` of the time. It is a power of two,
-    so that ranks whose timings differ slightly still check in the same steps.
+    With this number, comparisons take at most `_SHARE_OF_CHECKS` of the time. The number is a power
+    of two, so that ranks whose timings differ slightly still check in the same steps.
 
     Args:
-        check_seconds: How long the last comparison took.
-        step_seconds: How long the attempts of a split step take.
+        check_seconds: How long the last comparison took, in seconds.
+        step_seconds: How long the attempts of a split step take, in seconds.
     """
     steps = _FEWEST_STEPS_BETWEEN
     while check_seconds > _SHARE_OF_CHECKS * step_seconds * steps and steps < _MOST_STEPS_BETWEEN:
@@ -125,7 +125,7 @@ class _LossHistory:
     steps: int = 0
     split_steps: int = 0
     distinguishing_steps: int = 0
-    # Whether a trial has included a part without items, which has nothing to average over.
+    # Whether a trial has included a part without items, over which no mean can be taken.
     tried_empty: bool = False
     # The content of the last report: the hazard that forbids splitting, the weighting, and whether
     # splitting may change the gradient later.
@@ -148,7 +148,7 @@ class _LossHistory:
     warned: bool = False
 
     def weighting_of_parts(self) -> Weighting:
-        """Return the weighting of parts, according to the trials so far."""
+        """Return how to weight the parts of a batch, according to the trials so far."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
     def add_comparison(self, comparison: SplitCheckResult) -> None:
@@ -174,12 +174,12 @@ class _LossHistory:
 
 
 class SplitSafety:
-    """Decides for each loss function of a run whether batches may be split.
+    """Decides, for each loss function of a run, whether batches may be split.
 
     Args:
         parts: The models, optimizers and additional state of the run.
         policy: The policy of the run.
-        buffers: The keeper of buffers, which knows which buffers change.
+        buffers: The run's `BufferKeeper`, which knows which buffers change.
         record: The record that receives events.
         may_fork: Whether trials may run in a forked copy of this process.
         alone: Function that returns a context in which this rank runs the model without the others.
@@ -201,7 +201,7 @@ class SplitSafety:
         self._policy = policy
         self._buffers = buffers
         self._record = record
-        # The history of each loss function, by the function's description.
+        # The history of each loss function, keyed by the function's description.
         self._histories: dict[str, _LossHistory] = {}
         # A weak reference to the last loss function, and its history.
         self._last_function: tuple[Callable[[], Any], _LossHistory] = (lambda: None, _LossHistory())
@@ -216,7 +216,7 @@ class SplitSafety:
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
 
     def keeper(self) -> BufferKeeper:
-        """Return a new keeper of buffers and states, for extra passes that must be undone."""
+        """Return a new `BufferKeeper`, for extra passes whose changes of state must be undone."""
         untouched = self._buffers.states.untouched()
         states = {
             name: state for name, state in kept_states(self.parts).items() if name not in untouched
@@ -262,7 +262,7 @@ class SplitSafety:
         """Run a trial split if one is due, and report what splitting promises.
 
         Args:
-            work: The step.
+            work: The input of the step.
             part: The number of samples in a micro-batch of this step. None if it is not split.
 
         Returns:
@@ -346,7 +346,7 @@ class SplitSafety:
 
         Args:
             history: The history of the loss function.
-            work: The step.
+            work: The input of the step.
             detect: Whether to run a trial for side effects if none has been run yet.
         """
         if detect and not history.side_effects:
@@ -419,7 +419,7 @@ class SplitSafety:
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
     def remedies(self, work: Work) -> Remedies:
-        """Return which remedies splitting offers for an out-of-memory error."""
+        """Return the remedies that splitting offers for an out-of-memory error."""
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(
                 no_split=self._uncuttable
@@ -482,8 +482,11 @@ class SplitSafety:
         The caller must restore the random state and the buffers of the step afterwards.
 
         Args:
-            work: The step.
+            work: The input of the step.
             place: The position of the part's first sample.
+
+        Returns:
+            Whether the batch may still be split, without this part.
 
         Raises:
             BatchError: H207 if the part cannot be left out and the policy sets the micro-batch
@@ -507,8 +510,8 @@ class SplitSafety:
     def _distinguishes_weightings(self, history: _LossHistory, work: Work) -> bool:
         """Return whether this batch distinguishes weightings that were equal in all trials so far.
 
-        This counts entries in the batch's integer tensors and masks. If items are declared, the
-        result is False.
+        To find out, entries in the batch's integer tensors and masks are counted. If items are
+        declared, the result is False.
         """
         verdict = history.verdict
         size = work.size
@@ -521,11 +524,12 @@ class SplitSafety:
         remaining = [weighting for weighting in candidates if weighting not in verdict.failed]
         if len(remaining) < 2 or callable(work.split):
             return False
+        # Round the size of a piece up, so that there are at most `_PIECES` pieces.
         pieces = micro_batches(batch, size, -(-size // _PIECES), work.split)
         return disagreement(remaining, pieces) > TELLING
 
     def _hazards(self, history: _LossHistory) -> dict[SplitHazard, str]:
-        """Return the reasons not to split, by their names in ``Policy.allow_split_with``."""
+        """Return the reasons not to split, keyed by their names in ``Policy.allow_split_with``."""
         verdict = history.verdict
         hazards: dict[SplitHazard, str] = {}
         # Only layers in training mode count, since they are harmless in evaluation mode.
@@ -624,7 +628,7 @@ class SplitSafety:
 
         Args:
             history: The history of the loss function.
-            work: The step.
+            work: The input of the step.
             empty: The position of a sample to try as a part without items. None for no such part.
             splits: Whether this step is about to be split, so that the verdict is needed now.
 
@@ -689,7 +693,7 @@ class SplitSafety:
         return result
 
     def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
-        """Add the duration of a split step to the total, which limits the time spent on checks."""
+        """Add the duration of a split step to the total, which limits the time for checks."""
         history = self._history_of(loss_fn)
         history.timed_steps += 1
         history.timed_seconds += seconds
@@ -704,7 +708,7 @@ class SplitSafety:
         if not self._policy.check_split or history.split_steps < 2 or verdict is None:
             return False
         if verdict.outcome not in ("exact", "random"):
-            # In these cases, a split makes no promise that could turn out to be wrong.
+            # With any other outcome, a split makes no promise that could turn out to be wrong.
             return False
         if due or history.steps_in_doubt > 0:
             return True
@@ -716,6 +720,7 @@ class SplitSafety:
         assert work.size is not None
         batch = largest_of(work.batch, work.split)
         clock = self._record.clock
+        # A micro-batch of one sample has no halves. Take a different micro-batch each time.
         parts = micro_batches(batch, work.size, max(2, part), work.split)
         candidates = [(piece, samples) for piece, samples in parts if samples > 1]
         piece, samples = candidates[history.later_checks % len(candidates)]
@@ -744,7 +749,7 @@ class SplitSafety:
             lambda: attempted(lambda: check.detect_side_effects(batch, size, logs_too=logs_too))
         )
         if result.outcome == "unknown" and size is not None:
-            # A trial with few samples may fail, for example if a state has the size of the batch.
+            # A trial with few samples may fail, for example if a state has one row per sample.
             result = in_a_copy(
                 lambda: attempted(lambda: check.detect_side_effects(batch, None, logs_too=logs_too))
             )
@@ -755,7 +760,7 @@ class SplitSafety:
     def side_effects(self, work: Work) -> tuple[str, ...]:
         """Return the names of state that the loss function changes and that a retry cannot restore.
 
-        If trials are impossible, the only entry says that these names are unknown.
+        If no trial succeeds, the only entry says that these names are unknown.
         """
         history = self._history_of(work.loss_fn)
         names = history.side_effects
@@ -769,7 +774,7 @@ class SplitSafety:
         return names or ()
 
     def _split_check(self, history: _LossHistory, work: Work, *, in_a_copy: bool) -> SplitCheck:
-        """Return a new check of the step's loss function."""
+        """Return a new `SplitCheck` for the loss function of a step."""
         held: tuple[Weighting, ...] = ()
         has_passed = False
         if history.verdict is not None:
@@ -831,6 +836,7 @@ class SplitSafety:
 
 
 def _is_power_of_two(count: int) -> bool:
+    # A power of two has a single 1 bit, which the subtraction clears.
     return count > 0 and count & (count - 1) == 0
 
 

@@ -64,7 +64,7 @@ class TwoPassRun:
     # Function that calls another function with a batch or a part of it, in the context for a
     # forward pass.
     call: Call
-    # Function that runs backward from a loss into these tensors. None means all tensors.
+    # Function that runs backward from a loss into the given tensors. None means all tensors.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
     # Function that returns a new keeper of buffers and states. Each part must change buffers and
     # states only once, although its forward pass runs twice.
@@ -151,7 +151,7 @@ class TwoPassRun:
         states: Sequence[Any],
         joined: Sequence[Any],
     ) -> None:
-        """Compute the outputs of each part again, and run backward with its slice of the gradient.
+        """Compute each part's outputs again, and run backward with their slice of the gradient.
 
         Args:
             split_loss: The loss function.

@@ -17,7 +17,7 @@ from holdfast.core.errors import BatchError
 
 # The default `ignore_index` of torch, and two other common padding values.
 _PADDINGS = (-100, -1, 0)
-# A value that ends at least this share of all rows is also a candidate for the padding value.
+# A value that is at the end of at least this share of the rows may be a padding value, too.
 _HALF = 0.5
 Keys: TypeAlias = tuple[str | int, ...]
 Kind: TypeAlias = Literal["samples", "labels", "mask", "total", "sum"]
@@ -59,7 +59,7 @@ class Weighting:
         }[self.kind]
 
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
-        """Return the weight of a part: how many of the counted entries it contains.
+        """Return the weight of a part: the number of its entries over which the mean is taken.
 
         For ``"total"``, the weight is the sum of the part's tensor. On an accelerator, the result
         is a tensor.
@@ -119,7 +119,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
-    """Return the weightings that a tensor of the batch may represent."""
+    """Return the weightings for which a tensor of the batch may provide the counts."""
     shifts = [-1]
     if leaf.ndim == 2:
         # The tensor may contain next-token labels along the dimension that is not the batch.
@@ -145,6 +145,7 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     ignored = [
         padding for padding, is_present in zip(_PADDINGS, others, strict=False) if is_present
     ]
+    # For each dimension, the most frequent value at the end of a row, and its share of the rows.
     row_ends = others[len(_PADDINGS) :]
     ignored += [
         int(value)
@@ -192,14 +193,14 @@ def with_an_empty_one(
     if 0.0 not in weights:
         return []
     others = [position for position, weight in enumerate(weights) if weight]
+    # Leave one position for the part with weight 0.
     return [*others[: most - 1], weights.index(0.0)]
 
 
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
-    """Return the largest difference, from 0 to 1, between the weights of a part under two
-    weightings.
+    """Return the largest difference between the weights that two weightings give to a part.
 
-    Sums are left out, since they always differ from means.
+    The result is between 0 and 1. Sums are left out, since they always differ from means.
     """
     all_weights = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]
     by_part = zip(*(weights for weights in all_weights if weights is not None), strict=True)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step over several batches."""
+"""`Window`: several batches for one optimizer step, as in gradient accumulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Window(list[Any]):
     Args:
         batches: The batches, at least one.
         added: Whether the caller has already divided each loss by the number of batches. If so,
-            losses and gradients are simply added. Otherwise, the step is equal to that of one large
+            losses and gradients are simply added. Otherwise, the step equals a step with one large
             batch: each loss is weighted by its number of items or samples.
         on_cut: Function to call with the remaining batches whenever samples have been removed.
     """
@@ -34,12 +34,12 @@ class Window(list[Any]):
         self._on_cut = on_cut
 
     def choose(self, indices: Sequence[int], split: Split) -> Window:
-        """Return a window with copies of some samples.
+        """Return a window that contains only copies of the chosen samples.
 
         Args:
             indices: The positions of the samples, counted over all batches. Their order determines
                 the order of samples within a batch.
-            split: The position of the batch dimension.
+            split: Which dimension of the batch's tensors is the batch dimension.
         """
         batches = []
         start = 0

@@ -1,4 +1,4 @@
-"""Copy state that an attempt may change at the start of a step, and restore it after a failure.
+"""At the start of a step, copy the state that an attempt may change; restore it after a failure.
 
 `work` defines the input of a step. `buffers` and `states` copy state that a forward pass may
 change, and `trees` copies and compares nested state. `created_state` creates optimizer state before

@@ -1,4 +1,4 @@
-"""Copy buffers that a forward pass changes, so that an attempt can be undone.
+"""Copy the buffers that a forward pass changes, so that an attempt can be undone.
 
 The first step shows which buffers change. It compares values, because BatchNorm updates its
 statistics without changing their version counters. After the first step, only the buffers that
@@ -23,7 +23,7 @@ from holdfast.guard.state.states import StateKeeper
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A buffer, identified by its module and name. A forward pass may replace the tensor."""
+    """A buffer, identified by its module and its key, since a pass may replace the tensor."""
 
     module: nn.Module
     key: str
@@ -42,12 +42,12 @@ class BufferKeeper:
 
     Args:
         models: The models by name.
-        states: Keeps copies of the other states.
+        states: The object that keeps copies of other state. None if there is no other state.
     """
 
     def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
         self.states = StateKeeper({}) if states is None else states
-        # The buffers that change. Until the first step has shown which do, these are all buffers.
+        # The buffers that change. Before the end of the first step, these are all buffers.
         self._mutable = [
             _Place(module, key, ".".join(part for part in (model_name, prefix, key) if part))
             for model_name, model in models.items()
@@ -69,8 +69,8 @@ class BufferKeeper:
         The copy is fused and does not synchronize with the device.
 
         Args:
-            earlier: The `copies` of an earlier process. For the buffers in it, these values are
-                kept instead of the current values.
+            earlier: The `copies` of an earlier process, by name. Where a name is present, this
+                value is kept instead of the buffer's current value.
         """
         self.states.keep()
         if not self._mutable and not self._constant:
@@ -87,8 +87,8 @@ class BufferKeeper:
             _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
 
     def _copies_fit(self, buffers: list[torch.Tensor | None]) -> bool:
-        """Return whether these buffers can be copied into the tensors of the existing copies."""
-        # Usually, the tensors are those of the last `keep`, which is quick to check.
+        """Return whether these buffers can be copied into the existing copies."""
+        # Usually, the buffers are the same tensors as at the last `keep`, which is quick to check.
         are_same_tensors = len(buffers) == len(self._before) and all(
             buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
             for buffer, before, copy in zip(buffers, self._before, self._copies, strict=True)
@@ -100,7 +100,7 @@ class BufferKeeper:
         ]
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Return the values of the mutable buffers at the last `keep`, by name."""
+        """Return the values that the mutable buffers had at the last `keep`, by name."""
         named = zip(self._mutable, self._copies, strict=True)
         return {place.name: copy for place, copy in named if copy is not None}
 
@@ -118,6 +118,7 @@ class BufferKeeper:
             place.module._buffers[place.key] = buffer
         _copy(_once(self._before, self._before), _once(self._copies, self._before))
         newly_mutable = self._learn_newly_mutable()
+        # The new mutable buffers are at the end of the list and have no copies yet.
         for place in self._mutable[len(self._before) :]:
             now = place.now()
             self._before.append(now)
@@ -155,7 +156,7 @@ class BufferKeeper:
         return [place.name for place in changed] + changed_states
 
     def _learn_newly_mutable(self) -> list[str]:
-        """Treat constant buffers that changed as mutable from now on, and return their names."""
+        """Treat constant buffers that have changed as mutable, and return their names."""
         newly_mutable = [
             place
             for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
@@ -167,6 +168,7 @@ class BufferKeeper:
             self._note_versions()
         return [place.name for place in newly_mutable]
 
+    # Record the tensor and the version counter of each constant buffer.
     def _note_versions(self) -> None:
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
 
@@ -195,9 +197,10 @@ class BufferKeeper:
         ]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the running statistics of norm layers by name. They must always be finite.
+        """Return the running statistics of norm layers, as pairs of name and buffer.
 
-        Other buffers, such as masks and running minimums, may be infinite on purpose.
+        These must always be finite. Other buffers, such as masks and running minimums, may
+        intentionally be infinite.
         """
         norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
@@ -210,12 +213,13 @@ def _layout_of(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
     return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)
 
 
+# Return the version counter of a buffer, or -1 if the buffer has none.
 def _version(buffer: torch.Tensor | None) -> int:
     return -1 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
-    """Copy values without changing version counters, so that existing graphs stay valid."""
+    """Copy values without changing version counters, so that autograd graphs remain valid."""
     plain_pairs = []
     for target, source in zip(targets, sources, strict=True):
         if target is None or source is None:
@@ -234,7 +238,7 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
 def _once(
     tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Apply `once` to each tensor, so that each element of an expanded buffer is written once."""
+    """Apply `once` to each tensor, so that no element of an expanded buffer is written twice."""
     return [
         tensor if tensor is None or buffer is None else once(tensor, buffer)
         for tensor, buffer in zip(tensors, like, strict=True)

@@ -1,7 +1,7 @@
 """Create the state of torch optimizers before their first step.
 
 An optimizer that allocates its state during its first step may run out of memory at that point,
-when the step can no longer be taken back.
+when the step can no longer be rolled back.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ class CreatedState:
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
-        # The parameters whose state was created before their first step, by optimizer. An
-        # optimizer's list is emptied when its unused state has been removed.
+        # The parameters whose state was created before their first step, keyed by the optimizer's
+        # name. A list is emptied when the optimizer's unused state has been removed.
         self._created: dict[str, list[torch.Tensor]] = {}
 
     def forget(self) -> None:
-        """Record that optimizer state was loaded, so that some may have to be created again."""
+        """Record that optimizer state was loaded, so state may have to be created again."""
         self._created.clear()
 
     def prepare(self, names: Sequence[str]) -> None:
         """Create the state of these optimizers before their first attempt.
 
         If this runs out of memory, the attempt can still be repeated.
+
+        Args:
+            names: The names of the optimizers.
         """
         for name in names:
             if name not in self._created:
@@ -64,7 +67,7 @@ class CreatedState:
     def drop_unused(self, name: str) -> None:
         """Remove the state of parameters that received no gradient in their optimizer's first step.
 
-        The guard created this state before the step. Without the guard, it would not exist.
+        The guard created this state before the step. Without the guard, the state would not exist.
         """
         # If an earlier state was loaded since the step began, it is unknown which state is unused.
         if self._created.get(name):
@@ -80,8 +83,8 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
     only ``step``, and every later step fails with ``KeyError: 'exp_avg'``. torch's optimizers
     create their state in ``_init_group``, which is called here before the step, with zero gradients
     that take no memory. SGD instead creates its momentum from the first gradient. If it runs out of
-    memory in its first step, the run returns to the last good state, as after any out-of-memory in
-    an optimizer step.
+    memory in its first step, the run rolls back to the last good state, as after any out-of-memory
+    error in an optimizer step.
 
     Returns:
         The parameters whose state was created. If an error is raised, no state was created.
@@ -113,7 +116,7 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
 
 @contextlib.contextmanager
 def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give these parameters zero gradients that take no memory, and the others no gradients."""
+    """Return a context in which only these parameters have gradients, which take no memory."""
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in everything]
     try:

@@ -1,4 +1,4 @@
-"""`EarlierGradients`: the gradients of a step's earlier batches, in a step over several batches."""
+"""`EarlierGradients`: in a step over several batches, the gradients of the earlier batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from holdfast.guard.state.loss_scale import LossScale
 
 
 class EarlierGradients:
-    """The sum of the gradients of all batches of a step before the current batch.
+    """The gradients of a step, summed over all batches before the current one.
 
     ``accumulation`` stores them here between two batches, and `Attempts` adds them to the gradients
-    of every attempt at the current batch. If each batch is a step, there are none.
+    of every attempt at the current batch. If each step has one batch, there are no such gradients.
 
     Args:
-        loss_scale: The loss scaling of fp16.
+        loss_scale: The loss scaling for fp16.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -25,19 +25,19 @@ class EarlierGradients:
         self._gradients: Mapping[torch.Tensor, torch.Tensor] = {}
 
     def hold(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Store the gradients of all batches of the step so far, by parameter."""
+        """Store the sums of the gradients over all batches of the step so far, by parameter."""
         self._gradients = gradients
 
     def discard(self) -> None:
-        """Discard all gradients, so that the next batch is the first of a step."""
+        """Discard all gradients, since the next batch is the first of a step."""
         self._gradients = {}
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of a parameter, or None if it has not received one."""
+        """Return the stored gradient of a parameter, or None if there is none."""
         return self._gradients.get(parameter)
 
     def show(self) -> None:
-        """Set the parameters' ``grad`` to these gradients, for code that reads it."""
+        """Set the parameters' ``grad`` to these gradients, for scripts that read ``grad``."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
@@ -49,7 +49,7 @@ class EarlierGradients:
             if parameter.grad is None:
                 parameter.grad = gradient.clone()
             elif parameter.grad.layout != gradient.layout:
-                # A dense gradient cannot be added in place to a sparse one.
+                # A dense gradient cannot be added to a sparse one in place.
                 parameter.grad = parameter.grad + gradient
             else:
                 parameter.grad.add_(gradient)

@@ -1,4 +1,4 @@
-"""`LossScale`: loss scaling for fp16, in steps that can be taken back."""
+"""`LossScale`: loss scaling for fp16, in steps that can be rolled back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LossScale:
         return torch.amp.GradScaler(self._device_type, enabled=self.enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale."""
+        """Return the loss multiplied by the scale, or the loss itself without loss scaling."""
         return self._scaler.scale(loss)
 
     def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
@@ -53,10 +53,10 @@ class LossScale:
         return self._scaler.get_scale() if self.enabled else None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state, or None without loss scaling."""
+        """Return the state of torch's gradient scaler, or None without loss scaling."""
         return self._scaler.state_dict() if self.enabled else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the state. This does nothing if the state is None, or without loss scaling."""
+        """Restore a state. This does nothing if the state is None or there is no loss scaling."""
         if self.enabled and state is not None:
             self._scaler.load_state_dict(state)

@@ -1,11 +1,12 @@
 """Copy the ``state=`` objects, which a loss function may change, so that an attempt can be undone.
 
-Frozen parameters are copied too, since a forward pass may change them, as in a momentum encoder.
+Frozen parameters are copied too, since a forward pass may change them, for example in a momentum
+encoder.
 
 Small objects are copied in every step. A large object is copied only until the first step has shown
 that the loss function does not change it. After that, its fingerprint is compared in some steps. If
-the object does change later, the guard reports that it was not restored, and copies it from then
-on.
+the object changes later, the guard reports that it was not restored, and copies it in every
+following step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FROZEN = "frozen parameters"
 
 
 class FrozenParameters:
-    """The parameters that are frozen at the start of a step, as a stateful object."""
+    """Presents the parameters that are frozen at the start of a step as a `Stateful` object."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._all = [
@@ -58,7 +59,7 @@ class FrozenParameters:
 
 
 def kept_states(parts: Parts) -> dict[str, Stateful]:
-    """Return the objects that a loss function may change, by their names in messages."""
+    """Return the objects that a loss function may change, keyed by their names in messages."""
     states: dict[str, Stateful] = {f"state.{name}": state for name, state in parts.states.items()}
     states[FROZEN] = FrozenParameters(parts.models)
     return states
@@ -69,7 +70,7 @@ class StateKeeper:
 
     Args:
         states: The objects by name.
-        copy_large_objects: Copy large objects in every step as well.
+        copy_large_objects: Whether to copy large objects in every step as well.
     """
 
     def __init__(self, states: Mapping[str, Stateful], *, copy_large_objects: bool = False) -> None:
@@ -83,7 +84,7 @@ class StateKeeper:
         return [tracked.name for tracked in self._tracked]
 
     def objects(self) -> list[Any]:
-        """Return all objects."""
+        """Return all objects, in the same order as `names`."""
         return [tracked.stateful for tracked in self._tracked]
 
     def untouched(self) -> set[str]:
@@ -132,11 +133,11 @@ class _TrackedState:
         # Whether the loss function changes the object. None if this is unknown.
         self._changes: bool | None = None
         if isinstance(stateful, FrozenParameters) and not copy_large_objects:
-            # Frozen weights may be much larger than the trained ones, so they are not copied until
-            # they change for the first time.
+            # Frozen weights may be much larger than the trained ones, so if they are large, they
+            # are not copied until they have changed for the first time.
             self._changes = False
         self.large = False
-        # The number of steps so far.
+        # How many steps have started so far.
         self._steps = 0
         # The state at the last `keep`, or None if there is no copy. The state is wrapped in a tuple
         # because it may be None itself.
@@ -153,6 +154,7 @@ class _TrackedState:
             self._steps += 1
         self._copy = None
         self._print = None
+        # A power of two has a single 1 bit, which the subtraction clears.
         is_power_of_two = self._steps & (self._steps - 1) == 0
         if self.untouched and not look and not is_power_of_two:
             # Large objects are checked only in steps 1, 2, 4, 8, and so on.
@@ -183,7 +185,7 @@ class _TrackedState:
         """Restore the object.
 
         Returns:
-            Whether the object certainly has the state of the last `keep`.
+            Whether the object is known to have the state of the last `keep`.
         """
         try:
             if self._copy is None:

@@ -1,7 +1,7 @@
 """Detect that a script has replaced the trained weights in the models.
 
 Many scripts put averaged weights into the model for an evaluation, and restore the trained weights
-afterwards. A checkpoint saved in between would contain the average instead of the trained weights.
+afterwards. A checkpoint saved in between would contain averaged instead of trained weights.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# An average differs from the trained weights everywhere, so it is enough to compare a few numbers
-# of a few parameters. These numbers are copied after each step, on the device and without
+# Averaged weights differ from the trained ones in all elements, so it is enough to compare a few
+# elements of a few parameters. These are copied after each step, on the device and without
 # synchronizing with it.
 _PARAMETERS_OF_A_MODEL = 2
 _NUMBERS_OF_A_PARAMETER = 16
@@ -32,11 +32,11 @@ class TrainedWeights:
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
-        """Store a few of the weights. This takes microseconds and does not synchronize."""
+        """Store a few of the weights. This takes microseconds, without synchronization."""
         self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
 
     def are_in_place(self) -> bool:
-        """Return whether the weights are still the same as at the last `remember`.
+        """Return whether the stored weights still have the same values as at the last `remember`.
 
         The result is True if `remember` was never called. This synchronizes with the device once
         for each compared parameter.
@@ -52,6 +52,7 @@ class TrainedWeights:
 
 
 def _first_and_last(model: nn.Module) -> list[nn.Parameter]:
+    # The parameters of a model to compare: the first and the last trained one.
     trained = [
         parameter
         for parameter in model.parameters()
@@ -77,7 +78,7 @@ def _is_readable(parameter: nn.Parameter) -> bool:
 
 
 def _some_numbers(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a view of the first numbers of a parameter."""
+    """Return a one-dimensional view of a parameter's first elements, or a view of a scalar."""
     values = parameter.detach()
     while values.dim() > 1:
         values = values[0]

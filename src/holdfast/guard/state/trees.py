@@ -1,6 +1,6 @@
 """Copy, traverse and compare nested state, such as the return value of ``state_dict()``.
 
-Nested state is called a tree in this module.
+In this module, nested state is called a tree, and the values and containers in it are nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
     """Return an independent copy of a tree.
 
     Args:
-        tree: The tree.
+        tree: The nested state to copy.
         copy_tensor: Function that returns a copy of a tensor.
     """
     if isinstance(tree, torch.Tensor):
@@ -63,14 +63,20 @@ def is_flat(tree: Any) -> bool:
 
 
 def children_of(tree: Any) -> list[Any]:
-    """Return the keys and values of a container. For any other node, the list is empty."""
+    """Return the keys and values of a container, or an empty list for any other node."""
     if type(tree) in _MAPPINGS:
         return [*tree, *tree.values()]
     return list(tree) if type(tree) in (list, tuple, collections.deque) else []
 
 
 def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
-    """Return whether a tree has at most this many entries and bytes of tensors and arrays."""
+    """Return whether a tree is small, that is, whether it exceeds neither of the two limits.
+
+    Args:
+        tree: The nested state to measure.
+        most_entries: The largest number of nodes.
+        most_bytes: The largest size of all tensors and arrays together, in bytes.
+    """
     entries = 0
     size = 0
     remaining = [tree]
@@ -89,10 +95,10 @@ def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
 
 
 def fingerprint(tree: Any) -> list[Any]:
-    """Return numbers that almost certainly change if any value in the tree changes.
+    """Return a list that almost certainly changes if any value in the tree changes.
 
     A tensor contributes its shape and the sum of its bits. Any other leaf contributes a checksum.
-    This synchronizes with the device.
+    This function synchronizes with the device.
     """
     entries: list[Any] = []
     remaining = [tree]
@@ -115,8 +121,8 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
     Args:
         first: A tree.
         second: Another tree.
-        tolerance: The largest allowed difference between two tensors or numbers, relative to the L2
-            norm of the first.
+        tolerance: The largest allowed difference between two tensors or floats, relative to the L2
+            norm of the first. 0.0 means that they must be equal.
     """
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return _same_tensors(first, second, tolerance)
@@ -136,7 +142,7 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
             same(item, other_item, tolerance=tolerance)
             for item, other_item in zip(first, second, strict=True)
         )
-    # Without an `__eq__` of its own, an object is equal only to itself, so compare the attributes.
+    # An object whose class does not define `__eq__` equals only itself, so compare the attributes.
     has_own_equality = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
     if hasattr(first, "__dict__") and not has_own_equality:
         return same(vars(first), vars(second), tolerance=tolerance)

@@ -23,14 +23,14 @@ class Work:
     loss_fn: Callable[[Any], Any]
     # The names of the optimizers to step.
     names: Sequence[str]
-    # The position of the batch dimension.
+    # How to find the batch dimension of the tensors, as in the argument ``split=`` of `Guard`.
     split: Split
     # The number of samples in the batch, or in the largest batch of a window. None if the batch
     # cannot be split.
     size: int | None
-    # The parameters of these optimizers.
+    # The parameters of the optimizers to step.
     parameters: list[torch.Tensor]
-    # Function that returns the parameters that may receive gradients, or None for all parameters.
+    # Function that returns the parameters for which to compute gradients. None means all of them.
     inputs: Callable[[], Sequence[torch.Tensor] | None]
     # The random state at the start of the step.
     random_state: RandomState

@@ -1,8 +1,8 @@
-"""Steps as transactions: a step is attempted, and then committed, skipped or taken back.
+"""Steps as transactions: a step is attempted, and then committed, skipped or undone.
 
-Read `engine` first, which runs a step. `attempts` makes one attempt and takes it back. `passes`
-runs the forward and backward passes of an attempt, over the whole batch or over micro-batches.
+Start with `engine`, which runs a step. `attempts` makes one attempt and undoes it. `passes` runs
+the forward and backward passes of an attempt, over the whole batch or over micro-batches.
 `failures` classifies the errors after which an attempt is repeated, and `remedies` makes the
-changes that let the next attempt succeed. `replay` finds out where NaN or Inf came from. Whether a
-batch may be split is decided in ``splitting``.
+changes that let the next attempt succeed. `replay` finds the origin of NaN or Inf. The package
+``splitting`` decides whether a batch may be split.
 """

@@ -40,10 +40,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Attempts:
-    """Makes attempts at steps, and takes them back.
+    """Makes attempts at steps, and undoes them.
 
     Args:
-        context: The shared objects of the run.
+        context: The objects that the parts of the run share.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -63,7 +63,7 @@ class Attempts:
             policy,
             context.buffers,
             context.record,
-            # A trial in a forked copy of one rank would wait forever for the other ranks.
+            # In a fork of one rank's process, a trial would wait forever for the other ranks.
             may_fork=ranks.world_size == 1,
             alone=ranks.alone,
         )
@@ -98,7 +98,7 @@ class Attempts:
         self._begun = 0
         # The number of the current attempt. None between attempts.
         self.current: int | None = None
-        # The ids of the parameters in the last step, and all parameters that were not in it.
+        # The ids of the parameters that the last step updated, and all other parameters.
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []
 
@@ -111,7 +111,11 @@ class Attempts:
         return self._parts.compiled or anything_compiled()
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
-        """Copy everything that an attempt may change, and clear the gradients."""
+        """Start a step: copy the state that attempts may change, and clear the gradients.
+
+        Returns:
+            The input of the step, to pass to the other methods.
+        """
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
         self._buffers.keep()
@@ -156,7 +160,7 @@ class Attempts:
         return None
 
     def make(self, work: Work, plan: StepPlan) -> StepAttempt:
-        """Run forward and backward as planned, and compute the gradient norms."""
+        """Run forward and backward as planned, measure the gradients, and return the result."""
         self._created_state.prepare(work.names)
         work.prepared = True
         self._passes.begin_attempt()
@@ -198,7 +202,7 @@ class Attempts:
         )
 
     def _observed(self, work: Work, plan: StepPlan) -> PassResult:
-        """Run forward and backward as planned, observed by the diagnosis when this is due."""
+        """Run forward and backward as planned, and let the diagnosis observe them if it is due."""
         observation = self._diagnosis.attempt()
         self._begun += 1
         self.current = self._begun
@@ -215,9 +219,9 @@ class Attempts:
     def _measuring(self, work: Work, plan: StepPlan) -> contextlib.AbstractContextManager[None]:
         """Return a context that measures how much memory recomputing each module would save.
 
-        Only attempts after an out-of-memory are measured, and only if the batch is not split. The
-        measurement hooks saved tensors, which creates reference cycles. With micro-batches, these
-        cycles would keep each micro-batch in memory until they are collected.
+        Only attempts after an out-of-memory error are measured, and only if the batch is not split.
+        The measurement hooks saved tensors, which creates reference cycles. With micro-batches,
+        these cycles would keep each micro-batch in memory until they are garbage-collected.
         """
         if not work.out_of_memory or self._measured is None or self.compiled:
             return _NOTHING
@@ -231,7 +235,8 @@ class Attempts:
 
         If the attempt measured how much memory each module keeps, modules may be added to
         `plan.recompute`. If it was not measured, or if more modules would not help, the result is
-        `plan.recompute`. For compiled models, whose modules cannot be recomputed, it is empty.
+        `plan.recompute` itself. For compiled models, whose modules cannot be recomputed, the result
+        is empty.
         """
         if self.compiled:
             return ()
@@ -240,7 +245,11 @@ class Attempts:
         return self._measured.choose(plan.recompute)
 
     def give_up_measuring(self, error: str) -> None:
-        """Stop measuring. From now on, no more modules are chosen for recomputation."""
+        """Stop measuring memory, so that no more modules are chosen for recomputation.
+
+        Args:
+            error: Why the measurement has failed.
+        """
         self._measured = None
         why = f"the memory that modules keep could not be measured: {error}"
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
@@ -251,7 +260,7 @@ class Attempts:
         Args:
             plan: The plan of the attempt.
             block: The module. None stops the recomputation of all modules in the plan.
-            why: Why it cannot be recomputed.
+            why: Why the module cannot be recomputed.
         """
         failing = [
             name for name in plan.recompute if block is None or self._modules.get(name) is block
@@ -281,7 +290,7 @@ class Attempts:
         """Run forward and backward as planned.
 
         Args:
-            work: The step.
+            work: The input of the step.
             plan: The modules to recompute, and the micro-batch size.
             drops: Whether micro-batches with a loss of NaN or Inf may be left out.
             verify: Whether to verify, once for each module, that it can be recomputed.
@@ -299,7 +308,7 @@ class Attempts:
             )
         with context:
             passed = self._run_passes(work, plan, drops=drops)
-        # The pass may have compiled code.
+        # The passes may have compiled code, so check again.
         self._check_recompute()
         return passed
 
@@ -333,12 +342,13 @@ class Attempts:
         return plan.micro_batch_size not in (None, self._policy_micro_batch_size)
 
     def _cut(self, batch: Any, size: int, split: Split, plan: StepPlan) -> list[tuple[Any, int]]:
+        # Return the micro-batches of a batch, with the number of samples in each.
         return micro_batches(
             batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
         )
 
     def _run_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
-        """Run all batches of a window. Each one is run whole or split, as planned."""
+        """Run all batches of a window, each in one pass or in micro-batches, as planned."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
             size = None if work.size is None else self.safety.size_of(batch, work.split)
@@ -381,7 +391,7 @@ class Attempts:
                 groups.append(Group(f"{name}.{group.get('name', index)}", name, parameters))
         return groups
 
-    # --- taking an attempt back
+    # --- undoing an attempt
 
     def restore(self, work: Work) -> None:
         """Restore the random state and buffers from the start of the step, and clear gradients."""
@@ -399,7 +409,7 @@ class Attempts:
         self._loss_scale.forget()
 
     def with_kept_promise(self, decision: Decision, work: Work) -> Decision:
-        """Return a decision to repeat an attempt, with a promise that it can keep.
+        """Return a decision to repeat an attempt, with a promise that the attempt can keep.
 
         If the loss function changes state that could not be restored, the promise is lowered to
         "changes training".
@@ -414,7 +424,7 @@ class Attempts:
         return replace(decision, reason=reason, promise="changes training")
 
     def note_changes(self, work: Work) -> None:
-        """Determine which buffers and states changed in the attempt that will be committed."""
+        """Determine which buffers and states have changed in an attempt that will be committed."""
         late = [name for name in self._buffers.learn() if name in self._buffers.states.names()]
         # If an object changes for the first time, there was no copy of it, so it was not restored
         # between the attempts.

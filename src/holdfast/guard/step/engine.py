@@ -1,9 +1,9 @@
 """The step engine: run a step that either commits, or is undone completely with a reason.
 
     begin      copy the random state and the mutable buffers, and clear the gradients
-    attempt    run forward and backward of every micro-batch, and compute the gradient norms. After
-               an out-of-memory: leave the exception handler, drop the frames, restore everything,
-               ask the memory ladder what to change, and attempt the step again
+    attempt    run forward and backward on every micro-batch, and compute the gradient norms. After
+               an out-of-memory error: leave the exception handler, drop the frames, restore
+               everything, ask the memory ladder what to change, and attempt the step again
     skip       after NaN or Inf: restore everything, replay the step under a tracer, and name the
                operation that produced it
     commit     clip the gradients, step every optimizer, update the loss scale. The caller calls
@@ -49,8 +49,8 @@ from holdfast.memory.oom import (
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
-# The steps before this one create optimizer state and choose kernels. The memory that this needs
-# can be released afterwards.
+# The steps before this one create optimizer state and choose kernels. Memory that only these steps
+# need can be released afterwards.
 _SETTLED_STEP = 3
 
 
@@ -58,8 +58,8 @@ class StepEngine:
     """Runs the steps of one run.
 
     Args:
-        context: The shared objects of the run.
-        split: The position of the batch dimension; see `Guard`.
+        context: The objects that the parts of the run share.
+        split: Which dimension of the batch's tensors is the batch dimension; see `Guard`.
         reserves: Host memory that can be freed when an attempt runs out of memory.
     """
 
@@ -93,15 +93,18 @@ class StepEngine:
         split: Split | None,
         judge: Callable[[StepAttempt], Decision | None],
     ) -> Outcome:
-        """Run one step, if necessary without the samples that caused NaN or Inf.
+        """Run one step. If the policy allows it, repeat it without samples that cause NaN or Inf.
 
         Args:
             batch: The batch.
             loss_fn: The loss function.
             names: The names of the optimizers to step.
-            split: The position of the batch dimension. None uses the guard's setting.
+            split: Which dimension is the batch dimension. None uses the guard's setting.
             judge: Function that returns the decision to refuse an attempt with finite values, or
                 None to commit it.
+
+        Returns:
+            The outcome, which tells whether the step was committed.
         """
         work = self.begin(batch, loss_fn, names, split)
         outcome = self._attempt_and_decide(work, judge)
@@ -143,7 +146,11 @@ class StepEngine:
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
     ) -> Work:
-        """Copy everything that an attempt may change, and clear the gradients."""
+        """Start a step: copy the state that attempts may change, and clear the gradients.
+
+        Returns:
+            The input of the step, to pass to the other methods.
+        """
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
@@ -167,10 +174,10 @@ class StepEngine:
     def keep(
         self, work: Work, attempt: StepAttempt
     ) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
-        """End the attempt at one batch of a step that has several batches.
+        """End the attempt at one batch of a step over several batches, and keep its gradients.
 
         Returns:
-            The gradients by parameter and the outcome. ``grad`` of the parameters is cleared.
+            The gradients by parameter, which are no longer in ``grad``, and the outcome.
         """
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
@@ -181,7 +188,7 @@ class StepEngine:
         return gradients, self._outcome(work, attempt, committed=True)
 
     def skip(self, work: Work, attempt: StepAttempt) -> Outcome:
-        """Take back a step with NaN or Inf, and find the origin of these values."""
+        """Undo a step with NaN or Inf, and find the origin of these values."""
         stepped_ids = {id(p) for p in work.parameters}
         named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in stepped_ids)
         culprits, count = nonfinite_gradients(named)
@@ -201,7 +208,7 @@ class StepEngine:
         return replace(outcome, provenance=provenance)
 
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
-        """Return the batch of a skipped step without the samples that NaN or Inf came from.
+        """Return the batch of a skipped step without the samples that caused NaN or Inf.
 
         Returns None if the policy does not drop samples, or if these samples are unknown.
         """
@@ -219,8 +226,8 @@ class StepEngine:
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
-            # This happens before any weight changes, so that the step can still be taken back after
-            # an error.
+            # Do this before any weight changes, so that the step can still be undone after an
+            # error.
             self.attempts.note_changes(work)
         except BaseException as error:
             self._take_back_after(work, error)
@@ -242,7 +249,7 @@ class StepEngine:
         return outcome
 
     def _take_back_after(self, work: Work, error: BaseException) -> None:
-        """Take back a step that ended with an error, or raise H403 if the device is unusable."""
+        """Undo a step that ended with an error, or raise H403 if the device is unusable."""
         if is_sticky(error):
             # State on the device can no longer be restored.
             self.state.spoil()
@@ -294,7 +301,7 @@ class StepEngine:
         return failure
 
     def _prepare_next_attempt(self, work: Work, failure: Failure) -> None:
-        """Take back an attempt that must be repeated, together with the other ranks."""
+        """Undo a failed attempt and start another one, together with the other ranks."""
         if not isinstance(failure, OtherRankFailed):
             self.ranks.complete_collectives(failure.description, work.parameters)
         self.attempts.take_back(work)
@@ -313,6 +320,7 @@ class StepEngine:
         return attempt
 
     def _report_news(self) -> None:
+        # Record an event that the ranks have reported since the last attempt.
         news = self.ranks.take_event()
         if news is not None:
             self.record.emit(news)
@@ -340,7 +348,7 @@ class StepEngine:
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float) -> None:
         """Clip the gradients. If the total norm is well below the limit, do nothing."""
         limit = self.policy.max_grad_norm
-        # In this case, `clip_grad_norm_` would multiply the gradients by exactly 1.
+        # Well below the limit, `clip_grad_norm_` would multiply the gradients by exactly 1.
         if limit is not None and total > 0.99 * limit - 1e-5:
             clip(
                 groups,
@@ -370,7 +378,7 @@ class StepEngine:
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self._created_state.drop_unused(name)
-                # The averaged models are updated inside this block, which handles an out-of-memory.
+                # Update the averaged models inside this block, which handles out-of-memory errors.
                 if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
                 continue
@@ -392,7 +400,7 @@ class StepEngine:
 
 
 def _dead_device(error: BaseException) -> DeviceError:
-    """Return H403 for an error after which the device is unusable in this process."""
+    """Return error H403 for an error that makes the device unusable in this process."""
     message = str(error).strip().splitlines()[0][:200]
     fix = "start the run again: it resumes from its newest checkpoint."
     if "assert" in message:
@@ -424,11 +432,12 @@ class _ModelOrder:
     def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
         """Return the positions of the groups' parameters, sorted by their order in the model.
 
-        The order is cached by the number of parameters in each group. If a step has gradients for
-        other parameters, but for the same number in each group, the cached order is used.
+        The order is cached, keyed by the number of parameters in each group. If a step has
+        gradients for other parameters, but for the same number in each group, the cached order is
+        used.
 
         Returns:
-            Shape ``(parameters,)``, or None if the groups are already in the model's order.
+            Indices, shape ``(parameters,)``, or None if the groups already have the model's order.
         """
         if len(groups) < 2:
             return None
@@ -442,6 +451,7 @@ class _ModelOrder:
             id(parameter): position
             for position, (_, parameter) in enumerate(self._parts.named_parameters())
         }
+        # A parameter that is in no model comes last.
         rankings = [
             ranking.get(id(parameter), len(ranking))
             for group in groups

@@ -1,4 +1,4 @@
-"""The kinds of failure after which an attempt is repeated, and how errors are recognized as them.
+"""The kinds of failure after which an attempt is repeated, and functions that recognize them.
 
 All other errors are raised to the script. ``remedies`` handles each kind of failure.
 """
@@ -22,9 +22,9 @@ from holdfast.memory.recompute import RecomputeDiffersError, may_be_caused_by_re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an attempt must be repeated.
+    """The reason why an attempt must be repeated.
 
-    The failure does not hold the exception, whose frames would keep the attempt's tensors in
+    This object does not hold the exception, whose frames would keep the attempt's tensors in
     memory.
     """
 
@@ -56,7 +56,7 @@ class OutOfMemory(Failure):
 class NotRecomputable(Failure):
     """A module cannot be recomputed."""
 
-    # The module. None if the error may come from any module of the plan.
+    # The module. None if the error may come from any module that the plan recomputes.
     block: nn.Module | None
     why: str
 
@@ -70,11 +70,11 @@ Recognition: TypeAlias = Callable[[Exception, Work, StepPlan], Failure | None]
 
 
 def failure_of(error: Exception, work: Work, plan: StepPlan) -> Failure | None:
-    """Return the kind of failure of an error, or None if the attempt must not be repeated.
+    """Return the failure that an error indicates, or None if the attempt must not be repeated.
 
     Args:
         error: The error that the attempt raised.
-        work: The step.
+        work: The input of the step.
         plan: The plan of the attempt.
     """
     for recognize in RECOGNITIONS:
@@ -92,7 +92,7 @@ def part_without_items(error: Exception, _work: Work, _plan: StepPlan) -> Failur
 
 
 def out_of_memory(error: Exception, _work: Work, _plan: StepPlan) -> Failure | None:
-    """Recognize an out-of-memory of any allocator."""
+    """Recognize an out-of-memory error from any allocator."""
     message = find_out_of_memory(error)
     return None if message is None else OutOfMemory(description=message)
 

@@ -33,7 +33,7 @@ class EmptyPartError(Exception):
     A trial must show whether the micro-batch can be left out.
 
     Args:
-        place: The position of its first sample in the batch.
+        place: The position of the micro-batch's first sample in the batch.
     """
 
     def __init__(self, place: int) -> None:
@@ -46,7 +46,7 @@ class Passes:
 
     Args:
         safety: Decides for each loss function whether batches may be split.
-        loss_scale: The loss scaling of fp16.
+        loss_scale: The loss scaling for fp16.
         device_type: The kind of device, such as ``"cuda"``.
         precision: The precision of the forward pass.
         ranks: The ranks of the run. None for a single process.
@@ -84,7 +84,7 @@ class Passes:
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
     ) -> PassResult:
-        """Run a single pass, bit-identical to an unguarded loop.
+        """Run forward and backward over the whole batch, bit-identical to an unguarded loop.
 
         The guard adds no arithmetic of its own.
         """
@@ -110,14 +110,15 @@ class Passes:
         The number of items in a part is known only after its forward pass. The weights are
         therefore relative to an estimate of the total, and the gradients are corrected once at the
         end. For a loss with several terms, this is impossible, because ``.grad`` holds the sum over
-        all terms. Their items are counted beforehand, in forward passes without a graph.
+        all terms. The items of all terms are therefore counted beforehand, in forward passes
+        without a graph.
 
         This synchronizes with the device once per part.
 
         Args:
             parts: The micro-batches, with the number of samples in each.
             loss_fn: The loss function.
-            parameters: The parameters of the step.
+            parameters: The parameters that receive gradients.
             inputs: Function that returns the ``inputs`` argument for ``backward``.
             batch: The whole batch. None for a window of several batches.
             drops: Whether parts with a loss of NaN or Inf may be left out.
@@ -138,6 +139,7 @@ class Passes:
                 self._ranks.check_parts()
             terms = self._forward(part, samples, loss_fn)
             self._ranks.check_terms(terms)
+            # The items of the remaining parts are counted only if the loss has several terms.
             weights = tally.weigh(
                 terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn)
             )
@@ -154,7 +156,7 @@ class Passes:
         return PassResult(*tally.finish(parameters)[:4], put_together(extra))
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> PassResult:
-        """Run several batches whose losses are added.
+        """Run several batches, and add their losses and gradients.
 
         If a batch is split, each part is weighted by its share of the batch's mean.
         """
@@ -226,6 +228,8 @@ class Passes:
                 return self._safety.called(loss_fn, function, fresh(part))
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
+        # `reached` is the ``inputs`` argument for ``backward``: the parameters that may receive
+        # gradients. None means that all parameters may.
         if reached is not None and not reached:
             # No parameter requires a gradient.
             return
@@ -250,8 +254,8 @@ class _Tally:
         self._drops = drops
         # The number of samples in the parts so far.
         self._seen = 0
-        # The estimated number of items of each term in the whole batch. Empty before the first
-        # part. The first part also sets the following attributes of the loss.
+        # The estimated number of items of each term in the whole batch. Empty until the first part
+        # with items, which also sets the next four attributes.
         self._estimates: list[float] = []
         # The number of items of each term in the parts so far.
         self._items: list[float] = []
@@ -279,6 +283,8 @@ class _Tally:
                 means=terms.means, items=(self._weighting.count(part, samples),), declared=False
             )
         means, counts = terms.read()
+        # A term without items should have a mean of 0 or NaN. If it does not, a trial must first
+        # show whether the term may be left out.
         empty = [mean for mean, count in zip(means, counts, strict=True) if not count]
         to_try = not self._empty_is_tried and any(mean and math.isfinite(mean) for mean in empty)
         if not any(counts):
@@ -322,6 +328,8 @@ class _Tally:
             if 0 in self._estimates:
                 raise bad_items(0)
         else:
+            # Assume that all samples have as many items as those of this part. A loss that is a
+            # sum needs no weight.
             self._estimates = [counts[0] * self._size / samples if self._is_mean else 1.0]
 
     def add(self, loss: torch.Tensor) -> None:
@@ -329,7 +337,7 @@ class _Tally:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Rescale the gradients to the counted number of items, and return the result."""
+        """Rescale the gradients to the actual number of items, and return the result."""
         if self._loss is None:
             if self._bad is None:
                 raise bad_items(0)
@@ -353,6 +361,7 @@ class _Tally:
 
 
 def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:
+    # The mean of a term without items does not matter.
     return not all(math.isfinite(mean) for mean, count in zip(means, counts, strict=True) if count)
 
 

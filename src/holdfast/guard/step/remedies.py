@@ -1,6 +1,6 @@
 """Apply a remedy after a failed attempt, so that the next attempt can succeed.
 
-After an out-of-memory, the memory ladder chooses the remedy and `StepRemedies` applies it.
+After an out-of-memory error, the memory ladder chooses the remedy and `StepRemedies` applies it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from holdfast.memory.saved_bytes import NOTHING_SAVES
 
 
 class StepRemedies:
-    """Applies a remedy after each failed attempt, which the engine has already taken back.
+    """Applies a remedy after each failed attempt, which the engine has already undone.
 
     Args:
-        context: The shared objects of the run.
-        attempts: Makes the attempts.
-        reserves: Host memory that can be freed.
+        context: The objects that the parts of the run share.
+        attempts: The object that makes the attempts.
+        reserves: Host memory that can be freed if the CPU runs out of memory.
     """
 
     def __init__(self, context: RunContext, attempts: Attempts, reserves: Reserves) -> None:
@@ -52,8 +52,8 @@ class StepRemedies:
         self._devices = context.parts.devices()
         # Whether to report that no module is worth recomputing. False after the first report.
         self._reports_no_gain = context.policy.recompute is True
-        # The optimizers that have stepped. The oneDNN kernels for their whole batches already
-        # exist.
+        # The names of the optimizers that have stepped, so that the oneDNN kernels for their whole
+        # batches exist already.
         self._stepped: set[str] = set()
 
     def note_committed(self, names: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ class StepRemedies:
                 self._make_room(work, failure.description)
 
     def _leave_out_or_stop_splitting(self, work: Work, failure: PartWithoutItems) -> None:
-        """Run a trial to find out whether a part without items may be left out."""
+        """Run a trial with a part without items. If it must not be left out, stop splitting."""
         may_split = self._safety.may_leave_out(work, failure.place)
         self._attempts.restore(work)
         if not may_split:
@@ -100,21 +100,21 @@ class StepRemedies:
         """Free memory that is not needed, and let the ladder choose a remedy.
 
         Args:
-            work: The step.
+            work: The input of the step.
             error: The allocator's message.
         """
         if self._parts.device_type() == "cpu":
             self._reserves.free()
         release_memory(self._devices)
         if is_onednn_failure(error) and switch_off_if_broken():
-            # oneDNN failed, not the batch. Repeat the attempt with torch's own kernels.
+            # The batch may fit, since only oneDNN has failed. Retry with torch's own kernels.
             self._record.emit(run_events.OnednnSwitchedOff())
             return
         work.out_of_memory += 1
         self._decide(work, error)
 
     def _decide(self, work: Work, error: str) -> None:
-        """Let the ladder choose a remedy for an out-of-memory, and record both.
+        """Let the ladder choose a remedy for an out-of-memory error, and record both.
 
         Raises:
             OutOfMemoryError: H401 if no remedy is left.
@@ -165,7 +165,7 @@ class StepRemedies:
             self._record.emit(run_events.OnednnSwitchedOff())
 
     def _possible_remedies(self, work: Work) -> Remedies:
-        """Return which remedies are possible for a step that ran out of memory."""
+        """Return the remedies that are possible for a step that ran out of memory."""
         if not work.prepared:
             return Remedies(
                 no_split="the state of the optimizer does not fit, whatever the micro-batch"
@@ -184,7 +184,7 @@ class StepRemedies:
         return replace(remedies, recompute=modules, recompute_promise=promise)
 
     def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:
-        """Return H401 for a step that does not fit after all remedies."""
+        """Return error H401 for a step that does not fit into memory with any remedy."""
         if work.size is None:
             batch = "the batch"
             fix = (

@@ -1,5 +1,4 @@
-"""Replay a step with NaN or Inf under a tracer to find the operation, module and samples it came
-from.
+"""Replay a step under a tracer, to find the operation, module and samples that cause NaN or Inf.
 
 A replay runs only after a failed step. It starts from the state at the beginning of that step, and
 restores the same state at the end.
@@ -41,9 +40,9 @@ class Replay:
         self._attempts = attempts
 
     def find(self, work: Work, plan: StepPlan) -> Provenance:
-        """Replay a step that was taken back, and return where its NaN or Inf came from.
+        """Replay a step that was undone, and return the origin of its NaN or Inf.
 
-        An error in the replay is returned as part of the result, since training must continue.
+        An error in the replay is described in the result, not raised, since training must continue.
         """
         if versions_of(work.tensors) != work.versions:
             return Provenance(
@@ -70,6 +69,7 @@ class Replay:
         return Provenance(origin=find_nan(_batch_tensors(work), work.size))
 
     def _search(self, work: Work, plan: StepPlan) -> Provenance:
+        # Trace the step to find the operation, and then search for the samples.
         stepped_ids = {id(p) for p in work.parameters}
         named = [
             (name, p)
@@ -100,7 +100,7 @@ class Replay:
     ) -> tuple[int, ...]:
         """Return the samples without which the step is finite.
 
-        Returns nothing if the search would need the other ranks, which do not replay the step.
+        The result is empty if the search would need the other ranks, which do not replay the step.
         """
         try:
             return self._samples(work, plan, hint)
@@ -109,7 +109,15 @@ class Replay:
             return ()
 
     def _samples(self, work: Work, plan: StepPlan, hint: Sequence[int]) -> tuple[int, ...]:
-        """Return the samples without which the step is finite."""
+        """Return the indices of the samples without which the step is finite.
+
+        The result is empty if the samples of the batch cannot be selected one by one.
+
+        Args:
+            work: The input of the step.
+            plan: The plan of the attempt.
+            hint: Indices of samples that are probably bad, which are tried first.
+        """
         if work.size is None or callable(work.split):
             return ()
         size = samples_of(work.batch, work.split)
@@ -133,7 +141,7 @@ class Replay:
         return tuple(find_bad_samples(is_bad, size, hint))
 
     def without_samples(self, work: Work, provenance: Provenance | None) -> Any | None:
-        """Return the batch of a step without its bad samples, or None if that is impossible."""
+        """Return the batch of a step without its bad samples, or None if they cannot be removed."""
         if (
             provenance is None
             or not provenance.samples
