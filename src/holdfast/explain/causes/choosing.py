@@ -35,7 +35,7 @@ _ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
 _UNEXPLAINED_ENDS = frozenset(
     {endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED}
 )
-# Causes that blame the kernel although its out-of-memory kill counter was not consulted.
+# Causes that blame the kernel without evidence from its out-of-memory kill counter.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
 # Families of failures that may lead to a signal that ends the process.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
