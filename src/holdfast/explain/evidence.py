@@ -96,7 +96,7 @@ class Ending:
     # Who sent the signal that ended the process: "user", "supervisor" or "scheduler". None if
     # unknown.
     sent_by: str | None = None
-    # The last phase of the process, such as "data", in lower case.
+    # The last phase of the process in lower case, such as "data wait".
     phase: str | None = None
     # Number of steps that the process completed.
     step: int | None = None
@@ -104,7 +104,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostTraining:
-    """How a training run diverged: its loss or gradients exploded or became NaN for good."""
+    """How a training run diverged: its loss exploded, or its loss or gradients became NaN or Inf.
+
+    A run that recovered has not diverged.
+    """
 
     # The values that diverged.
     what: Literal["loss", "gradients"]

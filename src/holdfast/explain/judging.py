@@ -39,8 +39,9 @@ _MAX_CONFIDENCE = 0.99
 _MIN_SHOWN_CONFIDENCE = 0.02
 # The confidence in a cause that was not chosen is multiplied by this factor.
 _SHARE_OF_OTHERS = 0.5
-# The fractions of the probability not assigned to the chosen cause that go to a hardware error that
-# the kernel logged, and to a loss that diverged before an exception in user code.
+# How much of the remaining probability (1 minus the confidence in the chosen cause) is assigned to
+# a hardware error that the kernel logged, and to a loss that diverged before an exception in user
+# code.
 _SHARE_OF_XID = 0.95
 _SHARE_OF_LOST_TRAINING = 0.9
 
@@ -157,10 +158,11 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield the alternative explanation for a SIGKILL.
+    """Yield the alternative explanation for a SIGKILL, with the confidence in it.
 
-    If the kernel is the chosen sender, this is a person or a scheduler. The reverse also holds,
-    unless the kernel's counter of out-of-memory kills was recorded.
+    If the kernel was chosen as the sender, the alternative is a person or a scheduler. If a person
+    or a scheduler was chosen, the alternative is the kernel, unless the kernel's counter of
+    out-of-memory kills is known.
     """
     remainder = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:

@@ -41,7 +41,7 @@ def newest_memory_trend(evidence: Evidence) -> Event | None:
 
 
 def host_memory_was_running_out(evidence: Evidence) -> bool:
-    """Return whether the newest trend of host memory predicted when the memory would be full."""
+    """Return whether the newest trend of host memory predicted when memory would run out."""
     trends = [
         event
         for event in evidence.events
@@ -192,7 +192,7 @@ def signal_of_stop(request: Event) -> str | None:
 
 
 def closed_after(events: Iterable[Event], request: Event) -> bool:
-    """Return whether a Guard closed because of a stop, at or after the time of a stop request."""
+    """Return whether a Guard stopped and closed at or after the time of a stop request."""
     for event in events:
         is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
         if is_stop and event.unix_seconds >= request.unix_seconds:

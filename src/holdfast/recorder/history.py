@@ -28,7 +28,7 @@ SUFFIX = ".history"
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"HOLDHIST"
 _VERSION = 1
-# The number of records that a new row summarizes. Each merging of rows doubles this number.
+# The number of records that a new row summarizes. Merging rows doubles this number.
 _FINEST = 64
 _MOST_ROWS = 3072
 _MOST_RECORDS = 2**62

@@ -43,7 +43,8 @@ _MAGIC = b"HOLDPROG"
 _HEADER = struct.Struct("<8sII")
 _HEADER_OFFSET = 0
 # Progress, phase, steps in this process, start of the phase, step, micro-steps, progress. If the
-# two copies of the progress counter differ, the board was read or the writer killed during a write.
+# two copies of the progress counter differ, the board was read while it was being written, or the
+# writer was killed during a write.
 _STANDING = struct.Struct("<QIIQQQQ")
 _STANDING_OFFSET = 64
 # The number of the newest request to trace memory.

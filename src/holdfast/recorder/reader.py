@@ -79,7 +79,7 @@ def step_record_in(record: Record) -> StepRecord | None:
 
 
 def describe_lost_steps(directory: Path) -> str:
-    """Return a clause that says which steps in a directory are no longer recorded.
+    """Return a clause that says which steps of the recording in a directory have been lost.
 
     The clause is empty if every step is still in the ring or summarized in the history.
     """

@@ -118,7 +118,7 @@ class CandidateCause:
 
     @property
     def reports_a_kill(self) -> bool:
-        """Return whether the candidate is a log line that reports an event no process survives.
+        """Return whether a log line reports an event that no process survives.
 
         Return False if the line is followed by progress.
         """

@@ -12,7 +12,7 @@ from holdfast.explain.evidence import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The evidence about one attempt and the possible causes among which `choosing` decides.
+    """The evidence about one attempt and the possible causes from which `choosing` picks one.
 
     Attributes:
         evidence: The collected evidence, such as endings of processes, events and statements.
@@ -41,7 +41,7 @@ class Case:
 
 
 def open_case(evidence: Evidence) -> Case:
-    """Determine how an attempt ended and the possible causes, and return them as a `Case`."""
+    """Determine how an attempt ended and what may have caused this, and return a `Case`."""
     end = find_end(evidence)
     candidates = find_candidates(evidence)
     by_role: dict[str, list[CandidateCause]] = {"root": [], "cascade": []}

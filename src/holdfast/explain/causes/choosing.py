@@ -50,8 +50,8 @@ _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
         "hang",
     }
 )
-# If a statement belongs to one of these families and contains one of the phrases below, it may only
-# report that a process died, not why.
+# A statement in one of these families that contains one of the phrases below may only report that a
+# process died, not why.
 _FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
     {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
 )
@@ -163,7 +163,10 @@ def result_was_not_saved(case: Case) -> Choice | None:
 
 
 def ended_without_a_failure(case: Case) -> Choice | None:
-    """If there is no exit status, choose the inferred end unless a statement is a fatal failure."""
+    """If there is no exit status, choose the inferred end unless a statement shows a failure.
+
+    Only a failure that is likely to have ended its process counts.
+    """
     if case.end.status is not None or case.end.cause is None:
         return None
     for candidate in (*case.roots, *case.cascades):
@@ -319,9 +322,9 @@ def _says_process_was_killed(candidate: CandidateCause) -> bool:
 
 
 def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> CandidateCause | None:
-    """Return another root of the same process that describes `root`'s failure in more detail.
+    """Return another root of the same process that describes the failure in more detail.
 
-    Return None if there is no such root. The returned candidate has the tier of `root`.
+    The returned candidate has the tier of `root`. Return None if there is no such root.
     """
     for other in roots:
         if root.signature.id not in other.signature.explains:
@@ -356,7 +359,7 @@ def _explains_end(root: CandidateCause, end: End) -> bool:
 
 
 def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
-    """Return whether a root may be another rank's reaction to the killing of the first rank."""
+    """Return whether a root is a failure of another rank that followed the kill of one rank."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
     is_of_another_rank = root.statement.rank != end.first_rank
@@ -383,8 +386,8 @@ def _confidence_given_rivals(
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
     """Return whether another root could be the cause instead of `root`.
 
-    The other root must have at least the certainty of `root` (its `Tier`), a different family, and
-    a signature that is not generic.
+    The other root must be at least as certain (see `Tier`), have a different family, and not be
+    generic.
     """
     return (
         other.tier <= root.tier
@@ -398,7 +401,7 @@ def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
 
 
 def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
-    """Return a choice of the traced leak if memory ran out, or else the choice unchanged."""
+    """Return the choice, with a traced leak as its cause if memory ran out."""
     if "memory" not in choice.signature.family:
         return choice
     for kind in ("leak", "memory_trend"):
@@ -415,7 +418,10 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
 
 
 def _clear_kernel_without_kills(case: Case, choice: Choice) -> Choice:
-    """Return "killed" instead of a suspected kernel kill if the kernel counted no kill."""
+    """Return the choice, with "killed" as its cause if the kernel was wrongly suspected.
+
+    This is the case if the kernel's out-of-memory kill counter shows no kill.
+    """
     is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
         return replace(choice, signature=all_signatures()[endings.KILLED])

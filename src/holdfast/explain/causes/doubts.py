@@ -50,7 +50,7 @@ def find_doubt(case: Case) -> Doubt | None:
 
 
 def ends_with_a_traceback(case: Case) -> Doubt | None:
-    """Doubt the status if the output ends with a traceback that may not have been caught."""
+    """Return a doubt if the output ends with a traceback that may not have been caught."""
     final = observations.final_traceback(case.evidence)
     if final is None:
         return None
@@ -62,7 +62,7 @@ def ends_with_a_traceback(case: Case) -> Doubt | None:
 
 
 def reports_a_kill(case: Case) -> Doubt | None:
-    """Doubt the status if a log line reports an event that no process survives."""
+    """Return a doubt if a log line reports an event that no process survives."""
     for candidate in _candidates(case):
         if candidate.reports_a_kill:
             words = f"but its output says: {first_line(candidate.statement)}"
@@ -71,7 +71,7 @@ def reports_a_kill(case: Case) -> Doubt | None:
 
 
 def made_no_step(case: Case) -> Doubt | None:
-    """Doubt the status if errors were caught and the run made no step.
+    """Return a doubt if errors were caught and the run made no step.
 
     The script may have skipped every batch.
     """
@@ -91,14 +91,14 @@ def made_no_step(case: Case) -> Doubt | None:
 
 
 def was_not_observed(case: Case) -> Doubt | None:
-    """Doubt the status if holdfast observed none of the processes of a supervised run."""
+    """Return a doubt if holdfast observed none of the processes of a supervised run."""
     if not observations.was_not_observed(case.evidence):
         return None
     return Doubt(words="and none of its processes were observed")
 
 
 def log_does_not_show_training(case: Case) -> Doubt | None:
-    """Doubt the status if a bare log contains no losses and no message that training is done."""
+    """Return a doubt if a bare log contains no losses and no message that training is done."""
     evidence = case.evidence
     if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
         return None

@@ -58,9 +58,9 @@ _EXCEPTIONS_OF_A_STOP = frozenset(
         "SystemExit",
     }
 )
-# When the supervisor is killed, its pipes close before the sentinel notices. A script that fails
-# within this many seconds, for example because it can no longer print, fails because the supervisor
-# is gone.
+# When the supervisor is killed, its pipes close before the sentinel notices. A failure of the
+# script up to this many seconds before that, for example because it can no longer print, is assumed
+# to be caused by the loss of the supervisor.
 _SENTINEL_DELAY_SECONDS = 1.0
 # Confidence that training diverged. Losses in recorded steps are more reliable than printed losses.
 _CONFIDENCE_IN_RECORDED_LOSS = 0.95
@@ -86,7 +86,7 @@ class End:
     why: str = ""
     # The evidence that shows how the attempt ended.
     exhibits: tuple[Exhibit, ...] = ()
-    # The hang because of which the supervisor ended the attempt, or None.
+    # The hang that led the supervisor to end the attempt, or None.
     hang: Event | None = None
     # The Unix time at which the user or a Guard's script requested a stop, or at which another host
     # or the supervisor ended. None if there was no such event.
@@ -134,7 +134,7 @@ def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
 
 
 def _still_running(signs: ExitSigns) -> End | None:
-    """Apply if a process of the run is still running."""
+    """Return an `End` if a process of the run is still running."""
     pids = signs.evidence.living_pids
     if not pids:
         return None
@@ -148,7 +148,7 @@ def _still_running(signs: ExitSigns) -> End | None:
 
 
 def _supervisor_was_killed(signs: ExitSigns) -> End | None:
-    """Apply if the sentinel noticed that the supervisor had been killed."""
+    """Return an `End` if the sentinel noticed that the supervisor had been killed."""
     loss = signs.evidence.supervisor_loss
     if loss is None:
         return None
@@ -166,7 +166,7 @@ def _supervisor_was_killed(signs: ExitSigns) -> End | None:
 
 
 def _guard_left_its_loop(signs: ExitSigns) -> End | None:
-    """Apply if a Guard closed because the script left its loop early, for an unknown reason."""
+    """Return an `End` without a cause if a Guard closed because the script left its loop early."""
     closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
         return None
@@ -178,7 +178,7 @@ def _guard_left_its_loop(signs: ExitSigns) -> End | None:
 
 
 def _guard_closed(signs: ExitSigns) -> End | None:
-    """Apply if a Guard closed after it finished or was asked to stop."""
+    """Return an `End` if a Guard closed after it finished or was asked to stop."""
     closing = signs.evidence.guard_closing
     if closing is None:
         return None
@@ -194,7 +194,7 @@ def _guard_closed(signs: ExitSigns) -> End | None:
 
 
 def _output_says_done(signs: ExitSigns) -> End | None:
-    """Apply if the last lines of the output say that training is done."""
+    """Return an `End` if the last lines of the output say that training is done."""
     if not signs.evidence.output_says_done:
         return None
     words = "its last lines say that training is done"
@@ -219,7 +219,7 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
 
 
 def _stopped_by_guard(signs: ExitSigns) -> End | None:
-    """Apply if a Guard stopped on request and the script then ended with status 0."""
+    """Return an `End` if a Guard stopped on request and the script then ended with status 0."""
     request = observations.stop_request(signs.evidence.events)
     if request is None:
         return None
@@ -232,7 +232,7 @@ def _stopped_by_guard(signs: ExitSigns) -> End | None:
 
 
 def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
-    """Apply if the user sent a signal and the command then ended with status 0."""
+    """Return an `End` if the user sent a signal and the command then ended with status 0."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -245,7 +245,7 @@ def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
 
 
 def _hidden_failure(signs: ExitSigns) -> End | None:
-    """Apply if a training process died, but its shell or parent ended with status 0.
+    """Return an `End` if a training process died, but its shell or parent ended with status 0.
 
     The returned `End` is empty, so that the cause is chosen from the statements.
     """
@@ -256,7 +256,7 @@ def _hidden_failure(signs: ExitSigns) -> End | None:
 
 
 def _ended_well(_: ExitSigns) -> End | None:
-    """Apply to every other attempt with status 0: nothing contradicts the status."""
+    """Return "ended well", because nothing contradicts the exit status."""
     return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
 
 
@@ -288,7 +288,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
 
 
 def _hung(signs: ExitSigns) -> End | None:
-    """Apply if the supervisor ended the attempt because its processes made no progress."""
+    """Return an `End` if the supervisor ended the attempt because there was no progress."""
     hang = signs.hang
     if hang is None:
         return None
@@ -311,7 +311,7 @@ def _hung(signs: ExitSigns) -> End | None:
 
 
 def _ended_by_another_host(signs: ExitSigns) -> End | None:
-    """Apply if another host of the run ended first and the supervisor received no signal."""
+    """Return an `End` if another host ended first and the supervisor received no signal."""
     events = signs.evidence.events
     if any(event.kind == "signal" for event in events):
         return None
@@ -327,7 +327,7 @@ def _ended_by_another_host(signs: ExitSigns) -> End | None:
 
 
 def _stopped_on_request(signs: ExitSigns) -> End | None:
-    """Apply if a Guard stopped on request and nothing failed after the request.
+    """Return an `End` if a Guard stopped on request and nothing failed after the request.
 
     A nonzero exit code of the script or its launcher does not count as a failure here.
     """
@@ -341,7 +341,7 @@ def _stopped_on_request(signs: ExitSigns) -> End | None:
 
 
 def _could_not_save(signs: ExitSigns) -> End | None:
-    """Apply if the exit code says that a Guard could not save the training state."""
+    """Return an `End` if the exit code says that a Guard could not save the training state."""
     if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
     return End(
@@ -353,7 +353,10 @@ def _could_not_save(signs: ExitSigns) -> End | None:
 
 
 def _stopped_by_user(signs: ExitSigns) -> End | None:
-    """Apply if the user sent a signal, which is then the cause whatever the exit status is."""
+    """Return an `End` if the user sent a signal.
+
+    The signal is the cause, whatever the exit status is.
+    """
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -370,7 +373,7 @@ def _stopped_by_user(signs: ExitSigns) -> End | None:
 
 
 def _exit_code(signs: ExitSigns) -> End | None:
-    """Apply if the command ended with an exit code.
+    """Return an `End` if the command ended with an exit code.
 
     The code reveals the cause only if the command was never started.
     """
@@ -384,7 +387,7 @@ def _exit_code(signs: ExitSigns) -> End | None:
 
 
 def _killed(signs: ExitSigns) -> End | None:
-    """Apply if SIGKILL ended the process.
+    """Return an `End` if SIGKILL ended the process.
 
     The signal was sent by a person, a scheduler or, if memory ran out, the kernel.
     """
@@ -404,7 +407,7 @@ def _killed(signs: ExitSigns) -> End | None:
 
 
 def _ended_by_a_signal(signs: ExitSigns) -> End | None:
-    """Apply if a signal other than SIGKILL ended the process."""
+    """Return an `End` if a signal other than SIGKILL ended the process."""
     if signs.status is None or signs.status >= 0:
         return None
     return End(

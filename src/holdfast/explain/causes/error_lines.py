@@ -66,7 +66,8 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
 
     Args:
         statements: All statements of a log.
-        only_certain: Consider only the most certain words, and ignore lines that a logger printed.
+        only_certain: Whether to consider only the most certain words, and to ignore all lines that
+            a logger printed.
     """
     # Each error line, preceded by its sort key. The smallest key marks the line that looks most
     # like an error.

@@ -26,7 +26,7 @@ class ExitSigns:
     # The status of the command or of the training process that failed first: an exit code, or the
     # negated signal number. None if neither is known.
     status: int | None
-    # The hang because of which the supervisor ended the attempt, or None.
+    # The hang that led the supervisor to end the attempt, or None.
     hang: Event | None
     # How many processes the kernel killed for lack of memory; None if unknown.
     kernel_kills: int | None
@@ -91,7 +91,7 @@ def _decisive_status(command: Ending | None, first_failure: Ending | None) -> in
 
 
 def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the hang because of which the supervisor ended the attempt, or None."""
+    """Return the hang that led the supervisor to end the attempt, or None."""
     if command is None or command.sent_by != "supervisor":
         return None
     hangs = [

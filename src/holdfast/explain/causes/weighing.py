@@ -30,8 +30,8 @@ _STRONG_RANK = 30
 # Lines that match a signature with at most this `Signature.rank` come from the kernel, a driver or
 # a scheduler, and report a hardware or memory failure that no process survives.
 _LOUD_RANK = 20
-# Tracebacks that are at most this many lines apart are assumed to report the same failure, as a
-# child process's traceback and its parent's traceback do.
+# Tracebacks that are at most this many lines apart are assumed to report the same failure, such as
+# the tracebacks of a child process and of its parent.
 _BURST_LINES = 150
 # Classes of exceptions that only repeat the traceback of another exception.
 _REPETITIONS = frozenset(
@@ -193,8 +193,8 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
-        # Prefer roots to cascades, then specific to generic signatures, then signatures with a
-        # strong rank to others, then earlier exceptions in the chain to later ones.
+        # Prefer roots to cascades, then specific to generic signatures, then signatures with at
+        # most `_STRONG_RANK` to others, then earlier exceptions in the chain to later ones.
         return (
             signature.role != "root",
             signature.rank >= GENERIC_RANK,

@@ -231,9 +231,10 @@ def _steps_differ(group: Iterable[Examined]) -> bool:
 
 
 def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """Return the blame, moved to a stuck loader worker or a lost batch if there is one.
+    """Blame a stuck loader worker or a lost batch if the blamed process waits for its loader.
 
-    The blame is returned unchanged if the blamed process does not wait for its loader.
+    Return the blame unchanged if the process does not wait for its loader, or if no worker is stuck
+    and no batch was lost.
     """
     trainer = blame.process
     if blame.hang.kind == "stopped" or not waits_for_workers(trainer):
@@ -289,10 +290,10 @@ def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
 
 
 def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """Return the blame with the process marked as slow, not stuck, if its children are working.
+    """Classify the blamed process as slow, not stuck, if it waits for a child that is working.
 
-    The blame is returned unchanged if the process does not wait for another process, or if no
-    descendant of the process is working.
+    Return the blame unchanged if the process does not wait for another process, or if none of its
+    descendants is working.
     """
     if blame.hang.kind not in _WAITS_FOR_PROCESSES:
         return blame

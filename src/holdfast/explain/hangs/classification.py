@@ -156,7 +156,7 @@ class _BlamedThread:
         ]
         # The thread's stack at each look at which the stack is known, oldest first.
         self.stacks = [frames_since_fork(look.frames) for look in self.looks if look.frames]
-        # The frames below the innermost user frame, at the newest look.
+        # The frames that user code has called, at the newest look.
         self.called = called_by_user(thread.frames)
 
     @property

@@ -93,7 +93,10 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the frames below the innermost frame in user code, or all if none is in user code."""
+    """Return the frames that were called from the innermost frame in user code.
+
+    Return all frames if none of them is in user code.
+    """
     frames = frames_since_fork(frames)
     for index in reversed(range(len(frames))):
         if is_user_code(frames[index]):
@@ -107,7 +110,7 @@ def shortened(frame: Frame) -> str:
 
 
 def is_idle_worker(process: Examined) -> bool:
-    """Return whether a process is a loader worker that waits for a request."""
+    """Return whether a process is a loader worker that is waiting for work."""
     frames = frames_since_fork(process.last.main.frames)
     if not is_in_worker_loop(frames) or _makes_a_batch(frames):
         return False

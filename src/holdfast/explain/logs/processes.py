@@ -165,7 +165,7 @@ class _ProcessReader:
         return [statement for passage in passages for statement in passage.statements]
 
     def _resumed_between(self, first: int, end: int) -> bool:
-        """Return whether any line from `first` up to, but excluding, `end` is progress or a retry."""
+        """Return whether the lines with indices `first` to `end - 1` show progress or a retry."""
         if self._progress.any_between(first, end):
             return True
         return any(_RETRY.search(line.text) for line in self._lines[first:end])
@@ -211,7 +211,7 @@ class _ProcessReader:
         return _Passage(statements, next_index)
 
     def _newest_frame(self, index: int) -> str:
-        """Return the last frame from a line on, or the line itself if no frame follows."""
+        """Return the last line with a frame at or after a line, or that line if there is none."""
         texts = [line.text.strip() for line in self._lines[index:]]
         frames = [text for text in texts if text.startswith("File ")]
         return frames[-1] if frames else texts[0]

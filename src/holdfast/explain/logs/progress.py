@@ -131,13 +131,16 @@ class ProgressIndex:
         # For each recurring template, the index of the line with its `_RECURRENCES`-th occurrence.
         self._recurring_since = _recurring_templates(self._templates)
         # For each index, how many lines from this index to the end show progress by their words.
-        # Two more entries allow `count_after` to be called with the last index.
+        # Two extra entries make the indices after the last line valid.
         self._progress_from = [0] * (len(texts) + 2)
         for index in reversed(range(len(texts))):
             self._progress_from[index] = self._progress_from[index + 1] + is_progress(texts[index])
 
     def count_after(self, last: int) -> int:
-        """Return how many lines after the index `last` show progress, by words or by templates."""
+        """Return how many lines after the index `last` show progress by their words or templates.
+
+        The larger of the two counts is returned.
+        """
         by_words = self._progress_from[last + 1]
         if by_words > 1 or not self._recurring_since:
             return by_words
@@ -148,9 +151,9 @@ class ProgressIndex:
         return max(by_template, by_words)
 
     def only_completion_after(self, last: int) -> bool:
-        """Return whether no line after the index `last` shows progress except messages of the end.
+        """Return whether every line of progress after the index `last` says that training is done.
 
-        Such messages say that training is done.
+        Return True if there is no such line.
         """
         following = self._texts[last + 1 : last + 1 + _LINES_AFTER]
         return all(
@@ -158,11 +161,11 @@ class ProgressIndex:
         )
 
     def any_between(self, first: int, end: int) -> bool:
-        """Return whether words in a line from `first` up to, but excluding, `end` show progress."""
+        """Return whether words in the lines with indices `first` to `end - 1` show progress."""
         return self._progress_from[first] > self._progress_from[max(first, end)]
 
     def any_before(self, first: int) -> bool:
-        """Return whether a line before the index `first` shows progress, by words or a template."""
+        """Return whether a line before the index `first` shows progress by words or a template."""
         return self.any_between(0, first) or any(
             index < first for index in self._recurring_since.values()
         )

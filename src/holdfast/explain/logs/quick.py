@@ -18,7 +18,7 @@ _NOTHING_KNOWN: frozenset[str] = frozenset()
 
 
 class QuickPattern:
-    """A regular expression with words of which a matching text must contain at least one.
+    """A regular expression, with words at least one of which a matching text must contain.
 
     Args:
         pattern: The regular expression.
@@ -86,5 +86,8 @@ def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
 
 
 def _how_telling(words: frozenset[str]) -> tuple[int, int]:
-    """Return a sort key that is larger for a more selective group: one of longer or fewer words."""
+    """Return a sort key that is larger for a more selective group of words.
+
+    A group is more selective if its shortest word is longer or if it contains fewer words.
+    """
     return min(len(word) for word in words), -len(words)

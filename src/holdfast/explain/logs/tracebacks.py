@@ -263,7 +263,7 @@ class TracebackReader:
         return _without_middle(frames), index
 
     def _read_one(self, start: int) -> tuple[Raised | None, int]:
-        """Return one exception of a chain, or None if cut off, and the index of the next line."""
+        """Return one exception of a chain (None if cut off) and the index of the line after it."""
         if "─" in self._text[start]:
             frames, after_frames = self._rich_frames(start + 1)
         else:

@@ -275,7 +275,10 @@ class _AttemptCollector:
         return standing.step if standing is not None else None
 
     def _made_no_step(self) -> bool:
-        """Return whether a process loaded torch, but no step was recorded and no loss printed."""
+        """Return whether a process loaded torch but made no step, as far as was recorded.
+
+        Return False if losses were printed.
+        """
         if not any(process.info.torch for process in self._processes):
             return False
         if self._log is not None and self._log.losses:
@@ -289,7 +292,8 @@ class _AttemptCollector:
     def _trains_by_reward(self) -> bool:
         """Return whether a process imported a reinforcement-learning environment package.
 
-        The loss of a policy that is trained by reward may rise although nothing is wrong.
+        If one did, a policy is probably trained by reward, and its loss may rise although nothing
+        is wrong.
         """
         return any(event.kind == "environments_imported" for event in self._process_events)
 

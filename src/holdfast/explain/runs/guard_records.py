@@ -116,7 +116,7 @@ def _quarantined_samples(events: Iterable[Event]) -> list[str]:
     return list(dict.fromkeys(samples))
 
 
-# --- How guards ended -----------------------------------------------------------------------------
+# --- How Guards ended -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
 def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) -> bool:
     """Return whether an error was raised because of an earlier stop.
 
-    It was if both have the same rule id and the run did not continue between them.
+    This is the case if both have the same rule id and the run did not continue between them.
     """
     rule = error.statements[-1].rule
     if rule is None or rule != stop.statements[-1].rule:

@@ -119,8 +119,8 @@ def event_text(value: Any) -> str:
 def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
     """Merge the statements of recordings with those of a log, without duplicate exceptions.
 
-    If an exception is in both, its frames, its time, its rank, its PID and the information whether
-    it was fatal come from the recording.
+    If an exception is in both, the recording provides its frames, time, rank and PID, and
+    determines whether it was fatal.
 
     Returns:
         The statements of the log in their order, followed by the statements that occur only in

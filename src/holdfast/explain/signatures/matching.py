@@ -76,7 +76,7 @@ def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
 
 
 class _Index:
-    """An index of signatures by words of which a matching text must contain at least one."""
+    """An index that finds signatures by words, at least one of which a matching text contains."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._signatures = [
@@ -125,7 +125,7 @@ class _IndexedSignature:
         )
 
     def necessary_words(self) -> frozenset[str]:
-        """Return a set of words of which every matching text contains at least one.
+        """Return a set of words, at least one of which every matching text contains.
 
         If no such words are known, return ``{""}``, because every text contains the empty string.
         """

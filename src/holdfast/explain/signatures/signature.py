@@ -65,10 +65,10 @@ class Signature:
         frames: Regular expressions for ``path:function``. If given, a frame of the exception must
             match one of these expressions, so an exception without frames never matches.
         in_frames: Pairs of an additional pattern and a regular expression for frames. The pattern
-            applies only to an exception that has a frame which matches the expression. The
-            innermost frame is also available as ``innermost path:function``, followed by `` own``
-            if the frame is in user code and by `` self`` if an attribute of ``self`` is missing.
-            Frames in ``__getattr__`` are not considered innermost.
+            applies only to an exception with a frame that matches the expression. The innermost
+            frame is also available as ``innermost path:function``, followed by `` own`` if the
+            frame is in user code and by `` self`` if an attribute of ``self`` is missing. Frames in
+            ``__getattr__`` are not considered innermost.
         explains: Ids of signatures that report the same failure again, later and with less detail.
         role: Whether this can be the original failure; see `Role`.
         rank: The precedence if several signatures match. The smallest rank wins: 10 hardware, 20

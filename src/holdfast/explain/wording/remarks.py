@@ -27,7 +27,7 @@ def exit_clause(evidence: Evidence) -> str:
 
 
 def on_good_end(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences about problems that were seen in a run that ended with status 0."""
+    """Yield sentences about faults, errors and missing records in a run that ended well."""
     if observations.was_not_observed(evidence):
         yield (
             "None of its processes could be observed (for example because of `python -I`), so there"

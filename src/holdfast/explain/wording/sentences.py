@@ -55,9 +55,9 @@ def _title_of_training_fault(judgement: Judgement) -> str:
 
 
 def summary(judgement: Judgement) -> str:
-    """Return a paragraph that says what happened and why, how far the run got, and what was seen.
+    """Return the paragraph for `Verdict.summary`.
 
-    The paragraph is the `Verdict.summary`.
+    It says what happened, how far the run got, what the cause means, and what else was observed.
     """
     sentences = [
         *_what_happened(judgement),

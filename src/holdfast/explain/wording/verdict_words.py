@@ -138,7 +138,7 @@ def _confirms(candidate: CandidateCause, cause: Signature) -> bool:
 
 
 def _missing(judgement: Judgement) -> Iterator[str]:
-    """Yield a clause for each piece of missing evidence that would make the verdict surer."""
+    """Yield the missing evidence that would make the verdict more certain, one clause each."""
     yield from judgement.evidence.missing
     if judgement.signature.role == "cascade":
         yield "the original failure, which is neither in the log nor in the recordings"
