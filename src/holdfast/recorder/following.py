@@ -76,6 +76,7 @@ class RingFollower:
             return self._read_all()
         return self._read_new(descriptor, header, status.st_size)
 
+    # Read the whole ring and return the records that were not returned before.
     def _read_all(self) -> list[Record]:
         records = [record for record in read_ring(self._path) if record.sequence > self._sequence]
         if records:

@@ -106,6 +106,7 @@ def _overwritten_steps(path: Path, oldest: Record) -> str:
     )
 
 
+# Return the step in a sample or a Guard's step record, or 0 if the record is damaged.
 def _step_of(record: Record) -> int:
     sample = sample_of(record)
     if sample is not None:

@@ -217,6 +217,7 @@ def read_host(path: Path) -> dict[str, Any] | None:
         return None
     if not (isinstance(host.get("state"), str) and isinstance(host.get("beat"), str)):
         return None
+    # The field "go" is optional. Its keys must be numbers.
     go = host.get("go")
     if go is not None and not (isinstance(go, dict) and all(key.isdecimal() for key in go)):
         return None

@@ -118,6 +118,7 @@ def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
     return _shadowed_module(chain) or _known_exception(chain) or _unknown_exception(chain)
 
 
+# Return the candidate for a holdfast error that was found in a chain or in a log line.
 def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
     statement = error.statement
     if statement.fatal is False:
@@ -131,6 +132,7 @@ def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Ca
     return CandidateCause(signature=error.signature, statement=statement, tier=tier, chain=chain)
 
 
+# Return a candidate for a log line that matches a signature, or None if no signature matches.
 def _candidate_of_line(line: Statement) -> CandidateCause | None:
     matches = match_all(line)
     if not matches:
@@ -145,6 +147,7 @@ def _candidate_of_line(line: Statement) -> CandidateCause | None:
     )
 
 
+# Return the tier of a log line that matches a signature.
 def _tier_of_line(line: Statement, signature: Signature) -> Tier:
     if line.fatal is False or (line.logged and not line.fatal):
         return Tier.CAUGHT
@@ -353,6 +356,7 @@ def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[Can
     return result
 
 
+# Return the tier of a candidate, given the failures that the same rank reported after it.
 def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
     last = candidate.chain[-1]
     if candidate.tier == Tier.NOT_CONTINUED:

@@ -147,7 +147,8 @@ class _BlamedThread:
         self.process = process
         self.newest = thread
         self.group_size = group_size
-        # The state of this thread at each look at which the thread existed, oldest first.
+        # The state of this thread at each look at which the thread existed, oldest first. The main
+        # thread is matched without its id, which may be unknown.
         self.looks = [
             look
             for looks in process.looks

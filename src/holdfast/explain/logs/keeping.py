@@ -196,6 +196,7 @@ class _Hits:
             if index in with_word and self._record_hit(line):
                 after = _LINES_AFTER_TRACEBACK if _TRACEBACK in line else _LINES_AFTER
                 self._keep_until = max(self._keep_until, number + after)
+                # Also keep the lines before the hit that were not kept already.
                 for before in range(max(kept_to + 1, index - _LINES_BEFORE), index):
                     self._keep(LogLine(first + before, _cut(lines[before])))
             elif number > self._keep_until:
@@ -255,6 +256,7 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
         while position >= 0:
             index = bisect.bisect_right(starts, position) - 1
             indices.add(index)
+            # One hit per line is enough, so continue the search on the next line.
             position = lowered.find(word, starts[index + 1])
     return indices
 

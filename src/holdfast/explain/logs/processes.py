@@ -351,6 +351,7 @@ class _ProcessReader:
 
         left_main_module = bool(raised.frames) and raised.frames[0].function == "<module>"
         looks_uncaught = left_main_module and not logged
+        # The index of the line that contains the class name of the exception.
         class_index = self._index_after(raised.number, next_index) - 1
         # A shell script may print that it is done although the program that it started has failed.
         # Such a line does not count as progress after an uncaught exception.

@@ -75,8 +75,10 @@ def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
         value: The parsed content of the part.
     """
     if name == "SUBPATTERN":
+        # The value is a tuple of the group's number, two sets of flags, and the parsed group.
         return _needed_words(value[3])
     if name == "MAX_REPEAT":
+        # A part that may be repeated zero times requires no words.
         least, _, repeated = value
         return _needed_words(repeated) if least > 0 else _NOTHING_KNOWN
     if name == "BRANCH":

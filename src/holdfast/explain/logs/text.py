@@ -122,6 +122,7 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
     for kind in ("line", "exception"):
         indices = [index for index, statement in enumerate(statements) if statement.kind == kind]
         if len(indices) > _MAX_STATEMENTS_OF_A_KIND:
+            # Everything after the first third and before the last two thirds of the limit.
             left_out |= set(
                 indices[_MAX_STATEMENTS_OF_A_KIND // 3 : -2 * _MAX_STATEMENTS_OF_A_KIND // 3]
             )

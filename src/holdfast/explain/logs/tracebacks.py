@@ -265,6 +265,7 @@ class TracebackReader:
     def _read_one(self, start: int) -> tuple[Raised | None, int]:
         """Return one exception of a chain (None if cut off) and the index of the line after it."""
         if "─" in self._text[start]:
+            # The line is the upper edge of a box drawn by rich. The frames start below it.
             frames, after_frames = self._rich_frames(start + 1)
         else:
             frames, after_frames = self._frames(self._first_frame(start))
@@ -293,6 +294,8 @@ class TracebackReader:
         Args:
             start: The index of the line after the previous exception.
         """
+        # At most three lines that are blank or contain only quotes precede the linking line, and the
+        # header of the next traceback is at most three lines after it.
         link = start
         while link < min(start + 3, len(self._text)) and not self._text[link].strip(' "'):
             link += 1
@@ -332,6 +335,7 @@ class TracebackReader:
             return None
         if HEADER.search(text):
             return index
+        # The header is at most three lines after a line that announces a process's error.
         for start in range(index + 1, min(index + 4, len(self._text))):
             if HEADER.search(self._text[start]):
                 return start
@@ -480,6 +484,7 @@ def is_syntax_error(lines: Sequence[CleanLine], start: int) -> bool:
     match = _FRAME.match(lines[start].text)
     if match is None or match[4] is not None:
         return False
+    # Between the frame and the class name, there are a few lines of source code and markers.
     return any(_SYNTAX_ERROR.match(line.text) for line in lines[start + 1 : start + 6])
 
 

@@ -162,6 +162,7 @@ def _best_level(losses: Sequence[float]) -> float:
     Because a loss may explode immediately, the first loss and the second-smallest of the first few
     losses are also considered levels.
     """
+    # The smallest of the first losses if there is only one.
     second_smallest = sorted(losses[:_BEGINNING])[:2][-1]
     medians = [
         statistics.median(losses[start : start + _BLOCK]) for start in range(0, len(losses), _BLOCK)

@@ -106,6 +106,8 @@ def learning_of_process(readings: Sequence[LossReading]) -> Learning:
     """
     stretches = _by_optimizer(readings)
     optimizers = {stretch[0].optimizer for stretch in stretches}
+    # On average, each optimizer took at least two turns. If the optimizers were used one after
+    # another, each of them would have only one stretch.
     if len(stretches) >= 2 * len(optimizers):
         reason = "several optimizers took turns, each with its own loss"
         return Learning(outcome="unclear", reason=reason)

@@ -59,6 +59,7 @@ def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
         next_place = data.find(next_line, max(own_place, 0))
         if next_place >= 0 and end is None:
             end = offset + next_place
+        # Keep as many bytes as an announcement has, because one may be split between two chunks.
         pending = data[-len(next_line) :]
         passed = len(data) - len(pending)
         line += data.count(b"\n", 0, passed)

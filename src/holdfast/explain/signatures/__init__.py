@@ -114,6 +114,7 @@ def _leak_on_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Return the signature that is described by an entry of a YAML file.
 def _signature_from(entry: dict[str, Any]) -> Signature:
     fields = {name: _as_tuples(value) for name, value in entry.items()}
     try:

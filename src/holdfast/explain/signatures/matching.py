@@ -64,6 +64,7 @@ def _index_of_kinds() -> _Index:
     return _Index(kinds_of_unknown())
 
 
+# Return the signatures of an index that match a statement, with the best match first.
 def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
     texts = _searched_texts(statement)
     places = _searched_places(statement)
@@ -164,6 +165,7 @@ class _IndexedSignature:
             return False
         return not self.frames or _any_matches(self.frames, places)
 
+    # Return the patterns that apply to a statement, given its frames as searched places.
     def _patterns_for(self, statement: Statement, places: Sequence[str]) -> list[QuickPattern]:
         patterns = list(self.patterns)
         if statement.kind == "exception":

@@ -68,6 +68,7 @@ def summary(judgement: Judgement) -> str:
     return " ".join(filter(None, sentences))
 
 
+# Yield sentences that say how the run failed or ended.
 def _what_happened(judgement: Judgement) -> Iterator[str]:
     if judgement.candidate is not None:
         yield _sentence(_failure(judgement.candidate, judgement.place))
@@ -99,6 +100,7 @@ def _failure(candidate: CandidateCause, place: str) -> str:
     return f"{who} failed{where}: {quote}"
 
 
+# Yield a sentence that says how many steps were completed, unless the run ended well.
 def _progress(judgement: Judgement) -> Iterator[str]:
     steps = judgement.steps
     if not steps or judgement.end.well:
@@ -130,6 +132,7 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     yield signature.means
 
 
+# Yield sentences about observations other than the cause.
 def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
     evidence = judgement.evidence
     if judgement.is_good_end:
