@@ -39,8 +39,8 @@ class Frame:
 class Statement:
     """A message that a process printed, or an exception that it raised."""
 
-    # The message of an exception, which may have several lines, or one line of a log, without
-    # escape sequences.
+    # The message of an exception, which may have several lines, or a single line of a log. Escape
+    # sequences have been removed.
     text: str
     # "exception" if the log has a traceback or the observer recorded the exception, else "line".
     kind: Literal["exception", "line"] = "line"

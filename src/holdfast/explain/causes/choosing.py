@@ -237,7 +237,7 @@ def signal_that_ended_it(case: Case) -> Choice | None:
     """If no statement explains the end, choose the signal that ended the command.
 
     A person or a scheduler usually kills the whole command. If a statement says that only one
-    process of the command was killed, the kernel more likely sent the signal.
+    process of the command was killed, it is more likely that the kernel sent the signal.
     """
     if case.end.cause in (None, endings.STATUS_ONLY):
         return None

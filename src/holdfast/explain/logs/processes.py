@@ -31,8 +31,8 @@ _PROGRESS_OF_SURVIVOR = 2
 # If fewer progress lines than this follow an exception, the process may have printed these lines
 # before the exception, and a buffer may have delayed them.
 _MAX_BUFFERED_LINES = 12
-# If fewer progress lines than this follow a scheduler's message, they may have been delayed, too.
-# This limit is higher because each of many ranks may have a buffer of 8 KiB.
+# If fewer progress lines than this follow a scheduler's message, a buffer may have delayed them as
+# well. This limit is higher, because each of many ranks may have a buffer of 8 KiB.
 _MAX_BUFFERED_LINES_OF_RANKS = 400
 _MAX_MESSAGE_CHARACTERS = 20_000
 # The maximum length, in lines, of torchrun's table about the first failure.

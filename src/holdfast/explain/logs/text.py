@@ -99,7 +99,7 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
     """Return the statements of all processes in log order.
 
-    `Statement.last` is set for a statement that begins on the log's last line that is not blank.
+    `Statement.last` is set for a statement that begins on the last non-blank line of the log.
     """
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [

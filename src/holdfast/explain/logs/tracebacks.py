@@ -294,8 +294,8 @@ class TracebackReader:
         Args:
             start: The index of the line after the previous exception.
         """
-        # At most three lines that are blank or contain only quotes precede the linking line, and the
-        # header of the next traceback is at most three lines after it.
+        # At most three lines that are blank or contain only quotes precede the linking line. The
+        # header of the next traceback is at most three lines after the linking line.
         link = start
         while link < min(start + 3, len(self._text)) and not self._text[link].strip(' "'):
             link += 1

@@ -275,9 +275,9 @@ class _AttemptCollector:
         return standing.step if standing is not None else None
 
     def _made_no_step(self) -> bool:
-        """Return whether a process loaded torch but made no step, as far as was recorded.
+        """Return whether a process loaded torch but no step was recorded.
 
-        Return False if losses were printed.
+        Return False if losses were printed, because they show that the run trained.
         """
         if not any(process.info.torch for process in self._processes):
             return False
