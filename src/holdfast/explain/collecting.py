@@ -1,7 +1,8 @@
 """Collect the evidence for a verdict, from a run directory or from a bare log.
 
 If some of the evidence cannot be read, `Evidence.missing` says so and the rest is still collected.
-This module does not judge the evidence. `runs.attempts` collects the attempts of supervised runs.
+This module does not judge the evidence. For an attempt of a supervised run, `runs.attempts`
+collects it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
     """
     try:
         if not (path.is_file() or path.is_fifo()):
-            # If the path does not exist, this raises an OSError with the reason.
+            # If the path does not exist, `stat` raises an OSError that gives the reason.
             path.stat()
             raise _not_a_log_error(
                 path, "is a device or a socket", "name a file, or - for standard input."
@@ -55,6 +56,7 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
         raise unreadable_error(path, error) from error
 
 
+# Return the error H733 for a file that is not a log.
 def _not_a_log_error(path: Path, problem: str, fix: str) -> RunDirectoryError:
     return RunDirectoryError(
         f"{path} {problem}", limit="a log must be a text file or a pipe", fix=fix, rule="H733"
@@ -62,11 +64,11 @@ def _not_a_log_error(path: Path, problem: str, fix: str) -> RunDirectoryError:
 
 
 def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Evidence:
-    """Return the evidence in a log.
+    """Return the evidence in a log that is read from a stream.
 
     Args:
-        stream: A binary stream with the log, which may be of any size.
-        name: The name to use for the log in `Statement.source`.
+        stream: A binary stream that contains the log, which may be of any size.
+        name: The name of the log in `Statement.source`.
         status: Exit status of the command that wrote the log, or None if unknown.
     """
     log = read_log(stream, name=name, alone=True)
@@ -85,6 +87,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
     )
 
 
+# Return one clause for each piece of evidence that a log lacks, for `Evidence.missing`.
 def _missing_of_log(log: LogText, status: int | None) -> list[str]:
     missing = []
     if status is None:
@@ -107,8 +110,9 @@ def collect(run: Path, attempt: int | None = None) -> Evidence:
     """Return the evidence about one attempt of a run.
 
     Args:
-        run: A directory created by ``holdfast run`` or passed to a Guard.
-        attempt: The number of the attempt, counted from 0, or None for the newest attempt.
+        run: A run directory that ``holdfast run`` created or that was passed to a Guard.
+        attempt: The number of the attempt, counted from 0, or None for the newest attempt. Ignored
+            if the run had no supervisor.
 
     Raises:
         RunDirectoryError: H731 if the directory contains no recording, H733 if it cannot be read,

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from holdfast.core.events.event import Event
 
-# This pattern is matched against ``file:function`` and recognizes code that the user did not write:
-# installed packages, Python's standard library, torch and holdfast. Frozen modules have a name such
-# as ``<frozen runpy>`` in place of a file. ``<string>:__init__`` is a method that `dataclass`
-# generated.
+# This pattern is searched for in ``file:function`` and recognizes code that the user did not write:
+# installed packages, Python's standard library, torch and holdfast. The file of a frozen module is
+# a name such as ``<frozen runpy>``. ``<string>:__init__`` is a method that `dataclass` generated.
 _FOREIGN = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/(?:python|pypy)\d|^<(?!string>|stdin>|ipython)|^<string>:__|/tqdm/"
     r"|/torch/(?:nn|utils|optim|distributed|autograd|_ops|_tensor)|(?:^|/)runpy\.py:"
@@ -38,49 +37,51 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A text that a process printed, or an exception that it raised."""
+    """A message that a process printed, or an exception that it raised."""
 
-    # The message of an exception, which may have several lines, or one line of a log. Escape
-    # sequences are removed.
+    # The message of an exception, which may have several lines, or a single line of a log. Escape
+    # sequences have been removed.
     text: str
     # "exception" if the log has a traceback or the observer recorded the exception, else "line".
     kind: Literal["exception", "line"] = "line"
-    # Class of the exception, without its module.
+    # The class name of the exception, without its module.
     exception: str | None = None
-    # The frames of the traceback, innermost frame last.
+    # The frames of the traceback, with the innermost frame last.
     frames: tuple[Frame, ...] = ()
     # Where the text was found, such as ``"train.log:1041"`` or ``"process 4711"``.
     source: str = ""
-    # The position of the statement in its source: the line number in a log, otherwise an index.
+    # The position of the statement in its source: the line number in a log, or the index of the
+    # statement in any other source.
     position: int = 0
     unix_seconds: float | None = None
     rank: int | None = None
     pid: int | None = None
-    # True if this exception, or the failure that this line reports, ended the process. False if it
-    # was caught or only logged. None if unknown.
+    # True if this exception, or the failure that this line reports, ended the process. False if the
+    # exception was caught or only logged. None if unknown.
     fatal: bool | None = None
-    # Whether this exception led to another exception, which makes it more likely to be the root.
+    # Whether this exception led to another exception, which makes it more likely to be the root
+    # cause.
     cause: bool = False
-    # Whether a logger printed this exception. In that case, some code caught the exception, but may
-    # have raised it again.
+    # Whether a logger printed this exception. If so, some code caught the exception, although it
+    # may have raised the exception again.
     logged: bool = False
-    # Whether lines that show progress follow this statement. They may have been delayed in a
-    # buffer, or another process may have printed them.
+    # Whether lines that show progress follow this statement. These lines do not prove that the run
+    # continued: a buffer may have delayed them, or another process may have printed them.
     overtaken: bool = False
     # Whether the process printed a retry or progress before its next exception.
     resumed: bool = False
-    # For a traceback: whether no later line shows that the run continued, saved or finished. For a
-    # line: whether it is the last line of the log.
+    # For a traceback: True if no later line shows that the run continued, saved a checkpoint or
+    # finished. For a line: True if it is the last line of the log.
     last: bool = False
-    # The rule id, such as ``"H401"``, if the source recorded one.
+    # The id of the rule that reported this failure, such as ``"H401"``, if the source recorded one.
     rule: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process, or the whole command, ended."""
+    """How a process or the supervised command ended."""
 
-    # Exit code, or the negated number of a signal. None if the process is still running or its
+    # The exit code, or the negated signal number. None if the process is still running or its
     # status is unknown.
     status: int | None
     # The PID of the process, or None for the whole command.
@@ -89,13 +90,13 @@ class Ending:
     # A `ProcessInfo.role`, or "command" for the command that the supervisor started.
     role: str = "other"
     unix_seconds: float | None = None
-    # How many processes of its control group the kernel killed for lack of memory while this
-    # process ran (the rise of the ``oom_kill`` counter). None if unknown.
+    # How many processes in its control group the kernel killed for lack of memory while this
+    # process ran (the increase in the ``oom_kill`` counter). None if unknown.
     oom_kills: int | None = None
     # Who sent the signal that ended the process: "user", "supervisor" or "scheduler". None if
     # unknown.
     sent_by: str | None = None
-    # Last phase of the process, in lower case.
+    # The last phase of the process in lower case, such as "data wait".
     phase: str | None = None
     # Number of steps that the process completed.
     step: int | None = None
@@ -103,17 +104,20 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostTraining:
-    """How a training run diverged: its loss or gradients exploded or became NaN for good."""
+    """How a training run diverged: its loss exploded, or its loss or gradients became NaN or Inf.
+
+    A run that recovered has not diverged.
+    """
 
     # The values that diverged.
     what: Literal["loss", "gradients"]
-    # Step of the first bad value, or its line number if `log` is set.
+    # The step of the first bad value, or the line number of that value if `log` is set.
     since: int
     # Whether every value was bad from the beginning.
     always: bool = False
-    # For a finite loss that exploded: its best level and its newest value.
+    # For a finite loss that exploded: its lowest level and its newest value.
     rose: tuple[float, float] | None = None
-    # False if the loss only ended far above its first values, which may be legitimate.
+    # False if the loss merely ended far above its first values, which may be intended.
     exploded: bool = True
     # The name of the log that contains the values; empty if they come from recorded steps.
     log: str = ""
@@ -136,17 +140,17 @@ class LostTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether the loss of a run fell (divergence is described by `LostTraining`).
+    """Whether the loss of a run fell (for divergence, see `LostTraining`).
 
     Attributes:
         outcome: ``"fell"``; ``"flat"``; ``"rose"`` if the loss rose without diverging;
             ``"spiked"`` if it rose a thousandfold, even if it recovered; or ``"unclear"`` if the
             loss does not measure progress or is too noisy.
         first: The level of the loss at the beginning.
-        last: The level of the loss at the end, or the peak of a spike.
-        step: The step of the spike.
+        last: The level of the loss at the end, or the peak if the loss spiked.
+        step: The step of the spike, or None if there was no spike.
         constant: For a flat loss, whether the loss never changed.
-        reason: Why the outcome is unclear, as a clause for use within a sentence.
+        reason: Why the outcome is unclear, as a clause for use within a sentence; otherwise empty.
     """
 
     outcome: Literal["fell", "flat", "rose", "spiked", "unclear"]
@@ -174,9 +178,9 @@ class LoaderWait:
     """How long the steps of a run waited for the loader.
 
     Attributes:
-        share: The fraction of the steps' duration that was spent waiting, from 0 to 1.
+        share: The fraction of the steps' total duration that was spent waiting, from 0 to 1.
         seconds: The total waiting time.
-        steps: The number of steps. The first step of each process does not count.
+        steps: The number of steps, excluding the first step of each process.
     """
 
     share: float
@@ -186,7 +190,7 @@ class LoaderWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardClosing:
-    """How a Guard closed: the evidence for how a run ended if there is no exit status.
+    """How a Guard closed, which shows how a run ended if there is no exit status.
 
     Attributes:
         how: ``"finished"``; ``"stopped"`` if a stop was requested; ``"left"`` if the script left
@@ -200,11 +204,11 @@ class GuardClosing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorLoss:
-    """A killed supervisor, as noticed by its sentinel, which then killed the run's processes.
+    """The death of the supervisor, after which its sentinel process killed the run's processes.
 
     Attributes:
         killed_processes: How many processes the sentinel killed.
-        unix_seconds: When the sentinel noticed that the supervisor was gone.
+        unix_seconds: When the sentinel noticed that the supervisor had died.
     """
 
     killed_processes: int
@@ -213,68 +217,72 @@ class SupervisorLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All evidence about one attempt of a run, or about a run of which only a log exists."""
+    """All evidence about one attempt of a run, or about a run that left only a log."""
 
     # The directory or log that was read, such as ``"runs/last"`` or ``"train.log"``.
     source: str = ""
-    # Clauses that name evidence that could not be read or was not recorded.
+    # One clause for each piece of evidence that could not be read or was not recorded.
     missing: tuple[str, ...] = ()
 
     # Exceptions and log lines from all sources, in the order in which they appeared.
     statements: tuple[Statement, ...] = ()
     # How the command and its processes ended.
     endings: tuple[Ending, ...] = ()
-    # Events of the supervisor, the processes and the guards, sorted by time.
+    # Events that the supervisor, the processes and the Guards recorded, sorted by time.
     events: tuple[Event, ...] = ()
-    # The restarts that led to this attempt and the remedies that guards applied, one clause each.
+    # The restarts that led to this attempt and the remedies that Guards applied, one clause each.
     tried: tuple[str, ...] = ()
-    # Environment variables that restarts set for this attempt.
+    # The environment variables that the supervisor set when it restarted the command for this
+    # attempt.
     applied_changes: Mapping[str, Any] = field(default_factory=dict)
 
-    # How the training diverged. None if it did not, or if there are no losses to tell.
+    # How the training diverged. None if it did not, or if no losses were recorded.
     lost: LostTraining | None = None
-    # Whether the loss fell. None if this was not judged; only judged after exit status 0.
+    # Whether the loss fell. It is judged only if the exit status is 0, and is None otherwise.
     learning: Learning | None = None
-    # How long steps waited for data. None if unknown; only measured after exit status 0.
+    # How long steps waited for data. It is computed only if the exit status is 0. None if unknown.
     loader_wait: LoaderWait | None = None
-    # Number of losses in the output. Only counted if a log is the only evidence.
+    # Number of losses in the output. They are counted only if a log is the only evidence.
     printed_losses: int = 0
 
-    # Number of steps that the training process completed, and its last phase in lower case.
+    # Number of steps that the training process completed, and the last phase of this process, in
+    # lower case.
     steps: int | None = None
     phase: str | None = None
-    # Whether at least one process of a supervised run was observed. None if there is no supervisor.
+    # Whether holdfast observed at least one process of a supervised run. None if the run had no
+    # supervisor.
     observed: bool | None = None
     # Whether a process loaded torch but no step was recorded and no loss was printed.
     made_no_step: bool = False
 
     # Signal with which the user asked `holdfast run` to stop.
     stop_signal: int | None = None
-    # How the trainer exited, "sys.exit" or "os._exit", if the script chose the exit code.
+    # How the training process exited if its script chose the exit code: "sys.exit" or "os._exit".
     exit_call: str | None = None
-    # The message that the trainer passed to `sys.exit`.
+    # The message that the training process passed to `sys.exit`.
     exit_message: str = ""
-    # The last output line of a command that failed, ignoring progress bars.
+    # The last output line of a command that failed, not counting progress bars.
     last_output_line: str = ""
     # Whether one of the last output lines says that training is done.
     output_says_done: bool = False
 
-    # PIDs of processes of the run that are still running.
+    # PIDs of the run's processes that are still running.
     living_pids: tuple[int, ...] = ()
     supervisor_loss: SupervisorLoss | None = None
     guard_closing: GuardClosing | None = None
 
 
 def is_user_code(frame: Frame) -> bool:
-    """Return whether a frame is in the user's code, not in Python, a package or holdfast."""
+    """Return whether a frame is in the user's code, not in Python's or a package's."""
     return _FOREIGN.search(f"{frame.file}:{frame.function}") is None
 
 
 def innermost_user_frame(frames: Sequence[Frame]) -> Frame:
-    """Return the innermost frame in the user's code, or the innermost frame if there is none.
+    """Return the innermost frame in user code, or the innermost frame if none is in user code.
 
     Args:
-        frames: The frames of a traceback, innermost last; at least one.
+        frames: The frames of a traceback, with the innermost frame last. There must be at least
+            one frame.
     """
     for frame in reversed(frames):
         if is_user_code(frame):
@@ -283,5 +291,9 @@ def innermost_user_frame(frames: Sequence[Frame]) -> Frame:
 
 
 def library_file(frame: Frame) -> str:
-    """Return a library file's path from its package on, such as ``"torch/nn/functional.py"``."""
+    """Return a path relative to ``site-packages``, such as ``"torch/nn/functional.py"``.
+
+    Paths in Python's standard library are returned relative to that library; other paths are
+    returned unchanged.
+    """
     return _INSTALLED.sub("", frame.file)

@@ -21,7 +21,12 @@ _MAX_CHARACTERS = 300
 
 
 def quote(statement: Statement, role: str) -> Exhibit:
-    """Return the first lines of a statement as an exhibit. `role` is an `Exhibit.role`."""
+    """Return the first lines of a statement as an exhibit.
+
+    Args:
+        statement: The statement to quote.
+        role: The `Exhibit.role`.
+    """
     return Exhibit(
         text="\n".join(_first_lines(statement, _MAX_QUOTED_LINES)),
         source=statement.source,
@@ -32,12 +37,15 @@ def quote(statement: Statement, role: str) -> Exhibit:
 
 
 def first_line(statement: Statement) -> str:
-    """Return the first line of a statement, with the exception's class, shortened if it is long."""
+    """Return the first line of a statement, preceded by the exception's class, cut if too long."""
     return _first_lines(statement, 1)[0]
 
 
 def _first_lines(statement: Statement, most: int) -> list[str]:
-    """Return the first lines of a statement, with the exception's class. Long lines are cut."""
+    """Return up to `most` lines of a statement, cutting long lines.
+
+    The first line starts with the exception's class, if the statement has one.
+    """
     head = statement.exception or ""
     if head and statement.text:
         head += ": "
@@ -54,10 +62,10 @@ def _first_lines(statement: Statement, most: int) -> list[str]:
 def exhibits_of_end(
     evidence: Evidence, command: Ending | None, first_failure: Ending | None
 ) -> Iterator[Exhibit]:
-    """Yield the evidence for how an attempt ended.
+    """Yield exhibits that show how an attempt ended.
 
-    This covers exit statuses, the kernel's out-of-memory kill counter, memory growth, divergence
-    and hangs.
+    They quote exit statuses, the kernel's out-of-memory kill counter, memory growth, divergence and
+    a hang that was only reported.
 
     Args:
         evidence: The evidence about the attempt.
@@ -66,7 +74,8 @@ def exhibits_of_end(
     """
     if command is not None and command.status is not None:
         yield _exhibit_of_status("the command", command)
-    # If the command exited with the same status, it only passed on the status of that process.
+    # If the command exited with the same status as the process that failed first, it only passed
+    # that status on.
     status_of_command = None if command is None else command.status
     if first_failure is not None and first_failure.status not in (None, status_of_command):
         yield _exhibit_of_status("the process that failed first", first_failure)
@@ -83,6 +92,7 @@ def exhibits_of_end(
         yield replace(exhibit_of_hang(hang), role="fact")
 
 
+# Return an exhibit for an exit status, with the phase and the number of completed steps.
 def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
     status = ending.status or 0
     words = f"{name} ended with {status_text(status)}"
@@ -98,7 +108,7 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
 
 
 def exhibit_of_hang(hang: Event) -> Exhibit:
-    """Return an exhibit for a hang: how long there was no progress, in which phase and where."""
+    """Return an exhibit that says how long a process made no progress, in which phase and where."""
     data = hang.data
     words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
     words += f" (limit {data.get('limit')} s)"
@@ -118,7 +128,7 @@ def exhibit_of_hang(hang: Event) -> Exhibit:
 
 
 def _memory_exhibits(evidence: Evidence) -> list[Exhibit]:
-    """Return exhibits for the newest memory trends and leaks, oldest first."""
+    """Return exhibits for the most recent memory trends and leaks, sorted from oldest to newest."""
     exhibits = []
     for event in evidence.events:
         if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
@@ -129,7 +139,7 @@ def _memory_exhibits(evidence: Evidence) -> list[Exhibit]:
 
 
 def exhibit_of_memory_trend(trend: Event) -> Exhibit:
-    """Return an exhibit that says how fast memory grew and, if known, when it would be full."""
+    """Return an exhibit that says how fast memory grew and, if known, when it would run out."""
     words = f"{trend.data.get('what', 'host')} memory grew by {growth_text(trend)}"
     minutes_left = trend.data.get("minutes_left")
     if isinstance(minutes_left, (int, float)):
@@ -145,7 +155,7 @@ def growth_text(trend: Event) -> str:
 
 
 def exhibit_of_leak(leak: Event) -> Exhibit:
-    """Return an exhibit for a leak: the leaked objects, what holds them, and where."""
+    """Return an exhibit that names leaked objects, what keeps them alive, and where in the code."""
     words = f"{leak.data.get('what', 'objects')} are kept alive"
     if leak.data.get("held_by"):
         words += f" by {leak.data['held_by']}"
@@ -159,7 +169,7 @@ def exhibit_of_leak(leak: Event) -> Exhibit:
 
 
 def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
-    """Yield the training faults that a Guard found, then its warnings about loader settings."""
+    """Yield exhibits for training faults that a Guard found, then for its data loader warnings."""
     for fault in observations.training_faults(evidence)[:_MAX_FAULTS]:
         yield _exhibit_of_finding(fault)
     warnings = [
@@ -171,6 +181,7 @@ def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
         yield _exhibit_of_finding(warning)
 
 
+# Return an exhibit that quotes a Guard's finding, its rule and its fix.
 def _exhibit_of_finding(finding: Event) -> Exhibit:
     words = f"{finding_text(finding, 'what')} [{finding.data['rule']}]"
     fix = finding_text(finding, "fix")
@@ -184,12 +195,14 @@ def _exhibit_of_finding(finding: Event) -> Exhibit:
 
 
 def finding_text(finding: Event, key: str) -> str:
-    """Return the first line of a text in a finding's event, shortened and without a final period.
+    """Return the first line of a field of a finding, cut if too long, without the final period.
 
     Args:
-        finding: The event.
-        key: The name of the event's field, such as ``"fix"``. If the field does not contain text,
-            an empty string is returned.
+        finding: The event that records the finding.
+        key: The name of a field in the event's data, such as ``"fix"``.
+
+    Returns:
+        The line, or an empty string if the field does not contain text.
     """
     value = finding.data.get(key)
     if not isinstance(value, str):

@@ -1,7 +1,7 @@
 """Convert exit statuses to signals and to text.
 
-As in `subprocess`, a status is an exit code or, for a process that a signal ended, the negated
-signal number. A shell reports signal *n* as exit code 128 + *n* instead.
+As in `subprocess`, the status of a process is its exit code or, if a signal ended the process, the
+negated signal number. For signal *n*, a shell reports the exit code 128 + *n* instead.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ _SHELL_OFFSET = 128
 # The highest signal number on Linux.
 _HIGHEST_SIGNAL = 64
 
-# Signals that usually come from another process. A process usually causes all other signals itself.
+# Signals that usually come from another process. All other signals are usually caused by the
+# process that receives them.
 SIGNALS_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def as_signal(status: int | None) -> int | None:
-    """Convert a shell's exit code 128 + n to -n; return any other status unchanged."""
+    """Return -n for a shell's exit code 128 + n, and any other status unchanged."""
     if status is not None and _SHELL_OFFSET < status <= _SHELL_OFFSET + _HIGHEST_SIGNAL:
         return _SHELL_OFFSET - status
     return status

@@ -1,16 +1,17 @@
 """Turn evidence into a verdict.
 
-1. `causes.case` finds how the attempt ended and which statements may name the cause.
+1. `causes.case` determines how the attempt ended and which statements may name the cause.
 2. `causes.choosing` picks one cause with an ordered table of rules.
 3. If the run ended well, `causes.doubts` looks for reasons to distrust the exit status, and
    `causes.good_ends` for problems such as a loss that did not fall.
-4. This module computes the confidence in the cause and its class, and finds the runner-up.
+4. This module computes the confidence in the cause and in its class, and finds the second most
+   likely cause (the runner-up).
 5. `wording` writes the text of the verdict.
 
-If the cause comes from a statement, the confidence is a measured accuracy: the share of correct
-verdicts among verdicts with the same kind of evidence (`causes.candidate.SHARES`). Contradicting
-evidence lowers it. If an exit status, a signal, a counter or a hang decides, the rules in
-`causes.ends` set the confidence.
+If the cause comes from a statement, the confidence is a measured accuracy: the fraction of verdicts
+with the same kind of evidence that were correct (`causes.candidate.SHARES`). Contradicting evidence
+lowers the confidence. If the cause comes from an exit status, a signal, a counter or a hang, the
+rules in `causes.ends` set the confidence.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ _MAX_CONFIDENCE = 0.99
 _MIN_SHOWN_CONFIDENCE = 0.02
 # The confidence in a cause that was not chosen is multiplied by this factor.
 _SHARE_OF_OTHERS = 0.5
-# The chosen cause leaves some probability to other causes. These are the shares of the remainder
-# for a hardware error that the kernel logged, and for a loss that diverged before an exception in
-# user code.
+# How much of the remaining probability (1 minus the confidence in the chosen cause) is assigned to
+# a hardware error that the kernel logged, and to a loss that diverged before an exception in user
+# code.
 _SHARE_OF_XID = 0.95
 _SHARE_OF_LOST_TRAINING = 0.9
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return the verdict on why a run ended."""
+    """Return the verdict on why a run ended, including its texts."""
     return in_words(reach_judgement(evidence))
 
 
 def reach_judgement(evidence: Evidence) -> Judgement:
-    """Return the judgment on why a run ended: the chosen cause without the verdict's texts."""
+    """Return the judgment on why a run ended, from which `wording` writes the verdict's texts."""
     case = open_case(evidence)
     choice = choose(case)
     doubt = None
@@ -70,7 +71,11 @@ def reach_judgement(evidence: Evidence) -> Judgement:
 
 
 def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice:
-    """Adjust the choice for a run that ended well: lower its confidence or report a shortfall."""
+    """Return the choice for a run that ended well, adjusted for doubts and shortfalls.
+
+    A doubt about the exit status lowers the confidence and may change the fix. A shortfall, such as
+    a loss that did not fall, replaces the cause.
+    """
     if doubt is not None:
         choice = replace(choice, confidence=min(choice.confidence, _MAX_CONFIDENCE_IN_DOUBT))
         if doubt.candidate is not None:
@@ -78,7 +83,8 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
             return replace(choice, signature=signature)
     evidence = case.evidence
     if observations.unsaved_steps(evidence) is not None or observations.training_faults(evidence):
-        # The verdict reports the unsaved steps or the faults, which say more than a loss.
+        # The verdict reports the unsaved steps or the training faults, which are more informative
+        # than a shortfall.
         return choice
     shortfalls = find_shortfalls(evidence)
     if shortfalls:
@@ -90,7 +96,10 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
 
 
 def _class_confidence(choice: Choice) -> float:
-    """Return the confidence in the class: 0 if unknown, else at least that in the cause."""
+    """Return the confidence in the class of the chosen cause.
+
+    It is 0 if the cause is unknown, and otherwise at least the confidence in the cause.
+    """
     if choice.signature.family == "unknown":
         return 0.0
     if choice.candidate is None:
@@ -100,6 +109,7 @@ def _class_confidence(choice: Choice) -> float:
     return max(choice.confidence, choice.candidate.class_confidence - contradicted)
 
 
+# Return a confidence clamped to 0 to `_MAX_CONFIDENCE` and rounded to two decimals.
 def _rounded(confidence: float) -> float:
     return round(min(max(confidence, 0.0), _MAX_CONFIDENCE), 2)
 
@@ -110,7 +120,7 @@ def _rounded(confidence: float) -> float:
 def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
     """Return the id, title and confidence of the second most likely cause.
 
-    Return None if the run ended well or the second cause is too unlikely to be shown.
+    Return None if the run ended well or if that cause is too unlikely to be shown.
     """
     if case.end.well:
         return None
@@ -148,7 +158,12 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield the other explanation for a SIGKILL: the kernel sent it, or a person or scheduler."""
+    """Yield the alternative explanation for a SIGKILL, with the confidence in it.
+
+    If the kernel was chosen as the sender, the alternative is a person or a scheduler. If a person
+    or a scheduler was chosen, the alternative is the kernel, unless the kernel's counter of
+    out-of-memory kills is known.
+    """
     remainder = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
         yield all_signatures()[endings.KILLED], remainder

@@ -1,6 +1,6 @@
-"""Extract individual facts from a run's events, such as growing memory or failed saves.
+"""Extract individual facts from a run's evidence, such as growing memory or failed saves.
 
-`wording.remarks` turns these observations into sentences, and `exhibits` turns them into pieces of
+`wording.remarks` turns these facts into sentences, and `exhibits` turns them into pieces of
 evidence. `causes.choosing` decides which cause ended the run.
 """
 
@@ -14,7 +14,7 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
 
-# Events that record the result of a save.
+# Events that record the outcome of saving a checkpoint.
 _EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
 # Events that show whether a checkpoint contains a Guard's newest state.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
@@ -25,12 +25,12 @@ _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
 
 def newest_leak(evidence: Evidence) -> Event | None:
-    """Return the newest event about a traced memory leak, or None."""
+    """Return the newest event that reports a traced memory leak, or None if there is none."""
     return _newest_event(evidence.events, "leak")
 
 
 def newest_memory_trend(evidence: Evidence) -> Event | None:
-    """Return the newest event about memory that grows from step to step.
+    """Return the newest event that reports memory growing from step to step.
 
     Return None if there is no such event, or if the newest event says that the growth has ended.
     """
@@ -41,7 +41,7 @@ def newest_memory_trend(evidence: Evidence) -> Event | None:
 
 
 def host_memory_was_running_out(evidence: Evidence) -> bool:
-    """Return whether the newest trend of host memory predicted when the memory would be full."""
+    """Return whether the newest trend of host memory predicted when memory would run out."""
     trends = [
         event
         for event in evidence.events
@@ -51,7 +51,7 @@ def host_memory_was_running_out(evidence: Evidence) -> bool:
 
 
 def leak_place(leak: Event) -> str:
-    """Return the place in the code that keeps leaked memory alive, or "" if it is unknown."""
+    """Return the location in the code that keeps leaked memory alive, or "" if it is unknown."""
     place = leak.data.get("retained_at")
     if isinstance(place, str) and place.strip(" ?"):
         return place
@@ -61,7 +61,8 @@ def leak_place(leak: Event) -> str:
 def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
     """Return how many processes the kernel killed for lack of memory, or None if unknown.
 
-    This is the rise of the control group's ``oom_kill`` counter.
+    The number is the largest increase in the control group's ``oom_kill`` counter that an ending
+    recorded.
     """
     counts = [ending.oom_kills for ending in endings if ending.oom_kills is not None]
     return max(counts, default=None)
@@ -71,13 +72,14 @@ def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
 
 
 def training_faults(evidence: Evidence) -> list[Event]:
-    """Return the newest training fault that a Guard found for each rule and place.
+    """Return the training faults that a Guard found: the newest one for each rule and location.
 
-    Causes come before symptoms, then errors before advice, then high before low confidence.
+    The faults are sorted: causes before symptoms, then errors before advice, then by descending
+    confidence.
     """
     newest: dict[tuple[str, str], Event] = {}
     for event in evidence.events:
-        # A damaged recording may lack the rule or the text.
+        # In a damaged recording, the rule or the text may be missing.
         is_sound = isinstance(event.data.get("rule"), str) and isinstance(
             event.data.get("what"), str
         )
@@ -86,6 +88,7 @@ def training_faults(evidence: Evidence) -> list[Event]:
     return sorted(newest.values(), key=_importance_of_finding)
 
 
+# Return a sort key that puts the most important finding first.
 def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
     confidence = finding.data.get("confidence")
     return (
@@ -100,12 +103,12 @@ class UnsavedSteps:
     """The steps that are in no checkpoint because a Guard could not save its newest state.
 
     Attributes:
-        newest_checkpoint: Step of the newest checkpoint, or None if there is no checkpoint.
-        step: Step at which the Guard closed.
-        failed_saves: How many saves failed.
+        newest_checkpoint: The step of the newest checkpoint, or None if there is no checkpoint.
+        step: The step at which the Guard closed.
+        failed_saves: The number of saves that failed.
         reason: Why the newest save failed, in a few words; empty if not recorded.
-        was_refused: Whether the Guard refused the newest save because the state contained NaN or
-            Inf.
+        was_refused: Whether the Guard refused the newest save because the training state contained
+            NaN or Inf.
     """
 
     newest_checkpoint: object
@@ -115,7 +118,7 @@ class UnsavedSteps:
     was_refused: bool
 
     def state(self) -> str:
-        """Return a clause that names the step of the newest checkpoint, if there is one."""
+        """Return a clause that names the newest checkpoint's step or says that there is none."""
         if self.newest_checkpoint is None:
             return "nothing was saved"
         return f"its newest checkpoint is from step {self.newest_checkpoint}"
@@ -152,20 +155,21 @@ def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
     )
 
 
+# Return why a save failed, or an empty string if the error was not recorded.
 def _reason_of_failed_save(error: object) -> str:
     if not isinstance(error, str):
         # Older versions of holdfast did not record the error.
         return ""
     if any(message in error for message in _FULL_DISK_MESSAGES):
         return "the disk is full"
-    # Remove the exception's class.
+    # Remove the name of the exception's class.
     return error.partition(": ")[2] or error
 
 
 def stop_request(events: Iterable[Event]) -> Event | None:
     """Return the newest request to stop a Guard.
 
-    Return None if there was no request, or if a loop began after the request.
+    Return None if there was no request, or if a training loop started after the request.
 
     Args:
         events: The events of a Guard, oldest first.
@@ -188,7 +192,7 @@ def signal_of_stop(request: Event) -> str | None:
 
 
 def closed_after(events: Iterable[Event], request: Event) -> bool:
-    """Return whether a Guard stopped and closed after a stop request."""
+    """Return whether a Guard stopped and closed at or after the time of a stop request."""
     for event in events:
         is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
         if is_stop and event.unix_seconds >= request.unix_seconds:
@@ -200,12 +204,20 @@ def closed_after(events: Iterable[Event], request: Event) -> bool:
 
 
 def was_stopped_by_holdfast(ending: Ending, status: int) -> bool:
-    """Return whether the supervisor ended a process with SIGTERM or SIGKILL."""
+    """Return whether the supervisor ended a process with SIGTERM or SIGKILL.
+
+    Args:
+        ending: How the process ended.
+        status: The exit status of the process, as in `Ending.status`.
+    """
     return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def ignored_hang(evidence: Evidence) -> Event | None:
-    """Return the newest hang that the supervisor only reported, if no step followed it."""
+    """Return the newest hang that the supervisor reported without ending the attempt.
+
+    Return None if there is no such hang, or if a step was completed after the hang.
+    """
     hangs = [
         event
         for event in evidence.events
@@ -220,7 +232,7 @@ def ignored_hang(evidence: Evidence) -> Event | None:
 
 
 def final_traceback(evidence: Evidence) -> Statement | None:
-    """Return the exception whose traceback is the end of the output.
+    """Return the exception whose traceback ends the output.
 
     Return None if the output does not end with a traceback, or if other evidence already shows
     whether that exception ended its process.
@@ -232,12 +244,12 @@ def final_traceback(evidence: Evidence) -> Statement | None:
 
 
 def was_not_observed(evidence: Evidence) -> bool:
-    """Return whether the exit status is the only evidence about a supervised run."""
+    """Return whether a supervised run has no evidence of its success except its exit status."""
     return evidence.observed is False and not evidence.output_says_done
 
 
 def _newest_event(events: Iterable[Event], *kinds: str) -> Event | None:
-    """Return the last event of one of these kinds, or None."""
+    """Return the last event of one of the given kinds, or None if there is no such event."""
     newest = None
     for event in events:
         if event.kind in kinds:

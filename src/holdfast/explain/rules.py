@@ -1,8 +1,8 @@
-"""The catalog of rules: one for each id that an error, a finding or a verdict can have.
+"""The catalog of rules: one rule for each id that an error, a finding or a verdict can have.
 
 The rules for errors and findings are the sections of ``rules.md`` and ``learning_rules.md`` in this
-folder. The website and `holdfast explain` both show these files. The rule for a verdict is
-generated from its signature.
+package's directory. The website and `holdfast explain` both show these files. The rule for a
+verdict is generated from its signature.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from holdfast.explain.signatures.signature import Signature
 
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-# For ids of four characters, this accepts one missing character but no wrong character.
+# The lowest similarity at which a rule id is suggested for a mistyped id. With ids of four
+# characters, a missing character is tolerated, but a wrong character is not.
 _MIN_SIMILARITY = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RulePage:
-    """The page of one rule.
+    """The page that explains one rule.
 
     Attributes:
         id: The rule id, such as ``"H101"``.
@@ -40,7 +41,7 @@ class RulePage:
 
 @functools.cache
 def all_rules() -> dict[str, RulePage]:
-    """Return the rules of errors and findings, which are in `PAGES`, by id."""
+    """Return the rules for errors and findings, read from the files in `PAGES`, keyed by id."""
     rules: dict[str, RulePage] = {}
     for name in PAGES:
         page = resources.files("holdfast.explain").joinpath(name).read_text(encoding="utf-8")
@@ -52,14 +53,14 @@ def all_rules() -> dict[str, RulePage]:
 
 @functools.cache
 def catalogue() -> dict[str, RulePage]:
-    """Return all rules by id, in ascending order: those in `PAGES` and one per signature."""
+    """Return all rules, from `PAGES` and from the signatures, keyed by id in ascending order."""
     rules = {signature.id: _rule_of(signature) for signature in all_signatures().values()}
     rules.update(all_rules())
     return dict(sorted(rules.items(), key=lambda entry: int(entry[0][1:])))
 
 
 def find_rule(rule_id: str) -> RulePage:
-    """Return the rule with an id. Case does not matter.
+    """Return the rule with the given id, ignoring case.
 
     Raises:
         PolicyError: H702 if no rule has this id.
@@ -78,7 +79,10 @@ def find_rule(rule_id: str) -> RulePage:
 
 
 def _rule_of(signature: Signature) -> RulePage:
-    """Return the rule page of a signature: meaning, fix, false positives, examples and class."""
+    """Return the page for a signature.
+
+    It gives the meaning, the fix, the restart, false positives, examples and the class of causes.
+    """
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
         changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())

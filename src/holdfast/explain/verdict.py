@@ -1,7 +1,7 @@
 """`Verdict`: why a run ended, with the evidence and the confidence.
 
-A verdict quotes logs and recordings, which may contain hostile text. This module sanitizes every
-text, so that code that prints a verdict does not have to.
+A verdict quotes logs and recordings, which may contain malicious text such as escape sequences.
+This module sanitizes every text, so that code that prints a verdict does not have to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 _MAX_CHARACTERS = 20_000
 # Fields that keep their line breaks. In all other fields, line breaks become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
-# Causes that quote an exception: an exception that matches no signature (`endings.UNCAUGHT`), or a
-# holdfast error with its rule. The ids of signatures start at H900.
+# Ids of causes that quote an exception: an exception that matches no signature
+# (`endings.UNCAUGHT`), or a holdfast error, which has the id of its rule. The ids of signatures
+# start at H900.
 _IN_ITS_OWN_WORDS = re.compile(r"H1608|H[1-8]\d\d")
 # The lowest confidence in an exception that ended its process if no evidence contradicts it. This
 # is the smallest entry of `causes.candidate.SHARES` for exceptions without a signature.
@@ -31,7 +32,7 @@ _UNDISPUTED = 0.65
 class Exhibit:
     """One piece of evidence."""
 
-    # The quoted text, cut to a few lines.
+    # The quoted text, limited to a few lines.
     text: str
     # Where the text was found, such as ``"output.log:1041"``.
     source: str
@@ -50,9 +51,10 @@ class Exhibit:
 class Verdict:
     """Why a run ended. All texts are sanitized on construction."""
 
-    # Id of the signature or rule, such as ``"H901"``. ``"H1600"`` means that the cause is unknown.
+    # The id of the signature or rule, such as ``"H901"``. ``"H1600"`` means that the cause is
+    # unknown.
     cause: str
-    # Class of the cause, such as "out of memory".
+    # The class of the cause, such as "out of memory".
     family: Family
     # The cause in a few words, in lower case unless it quotes an exception.
     title: str
@@ -62,25 +64,25 @@ class Verdict:
     fix: str
     # The probability that this is the cause. 0 if the cause is unknown.
     confidence: float
-    # The probability that the cause belongs to this class.
+    # The probability that the cause is in the class `family`.
     class_confidence: float = 0.0
-    # The evidence, strongest first.
+    # The evidence, with the strongest piece first.
     evidence: tuple[Exhibit, ...] = ()
-    # Id, title and confidence of the second most likely cause.
+    # The id, title and confidence of the second most likely cause. None if there is none to show.
     runner_up: tuple[str, str, float] | None = None
     # The remedies that were already tried, one clause each.
     tried: tuple[str, ...] = ()
     # Missing evidence that would have made the verdict more certain, one clause each.
     missing: tuple[str, ...] = ()
-    # What a supervisor may do next.
+    # Whether and how a supervisor may restart the command.
     restart: Restart = "stop"
     # Environment variables to set for the next attempt.
     changes: tuple[tuple[str, str], ...] = ()
-    # Innermost frame in the user's code, as ``file:line in function``, or an empty string.
+    # The innermost frame in the user's code, as ``file:line in function``, or an empty string.
     where: str = ""
     # Rank of the process that failed first.
     rank: int | None = None
-    # The number of steps that this process completed.
+    # The number of steps that the process that failed first completed.
     step: int | None = None
 
     def __post_init__(self) -> None:
@@ -96,9 +98,10 @@ class Verdict:
 
     @property
     def is_plain_success(self) -> bool:
-        """Return whether the run ended well and nothing casts doubt on it.
+        """Return whether the run ended well and nothing casts doubt on its success.
 
-        If the exit status is in doubt or the training had a fault, the verdict has another title.
+        If the exit status is in doubt or the training had a fault, the verdict's title differs from
+        that of `WELL`.
         """
         return self.cause == WELL.id and self.title == WELL.title
 
@@ -113,18 +116,19 @@ class Verdict:
         return self.confidence >= _UNDISPUTED
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
+        """Return the verdict and its exit code as a dictionary that can be serialized as JSON."""
         return {**asdict(self), "exit_code": self.exit_code}
 
 
 def _sanitise_fields(record: Exhibit | Verdict) -> None:
-    """Sanitize every text in the fields of a frozen dataclass."""
+    """Sanitize every text in the fields of a frozen dataclass, in place."""
     for field in fields(record):
         keeps_lines = field.name in _FIELDS_WITH_LINES
         value = _sanitised(getattr(record, field.name), lines=keeps_lines)
         object.__setattr__(record, field.name, value)
 
 
+# Return a value with every text in it sanitized, including texts in nested tuples.
 def _sanitised(value: Any, *, lines: bool) -> Any:
     if isinstance(value, str):
         return sanitise(value, most=_MAX_CHARACTERS, lines=lines)

@@ -1,8 +1,8 @@
 """Record the steps and events of one process in two ring files.
 
-Step records are frequent and have a fixed size. Events are rare and can have any size. Events have
-their own ring, so that step records never overwrite them. Both files are fully allocated when the
-run starts, so recording continues even when the disk is full.
+Step records are frequent and have a fixed size, whereas events are rare and can have any size.
+Events have their own ring, so that step records never overwrite them. Both files are fully
+allocated when the run starts, so that recording continues even if the disk becomes full.
 
     steps.ring   32,768 records, 2 MiB: kind, samples per pass, global step, loss, gradient norm,
                  seconds
@@ -27,21 +27,23 @@ from holdfast.recorder.run_files import Optimizers
 STEPS_FILE = "steps.ring"
 EVENTS_FILE = "events.ring"
 
-# A step record: kind, flags, samples per pass, global step, loss, gradient norm, seconds.
+# The layout of a step record: kind, flags, samples per pass, global step, loss, gradient norm,
+# seconds.
 STEP = struct.Struct("<HHIQddd")
 
-# An event is split into parts. Each part starts with its index and the event's number of parts.
+# An event is split into parts. Each part starts with its index and the event's total number of
+# parts.
 PART = struct.Struct("<HH")
 PART_BYTES = 480
 _MOST_PARTS = 64
 _MOST_EVENT_BYTES = PART_BYTES * _MOST_PARTS
-# If an event is too long, its data is cut to this many characters. The margin is needed because
-# JSON may escape one character as several.
+# If an event is too long, its data is truncated to this many characters. The factor of 8 leaves a
+# margin, because JSON may encode one character as several bytes.
 _CUT_CHARACTERS = _MOST_EVENT_BYTES // 8
 
 
 class StepMark(IntEnum):
-    """The kind of a step record: the step began, was committed, or was skipped."""
+    """What a step record marks: that the step began, was committed, or was skipped."""
 
     BEGUN = 1
     COMMITTED = 2
@@ -49,15 +51,15 @@ class StepMark(IntEnum):
 
 
 class EventRing:
-    """Write the events of one process to ``events.ring``.
+    """Writes the events of one process to ``events.ring``.
 
     Args:
-        directory: The process's recording directory.
-        capacity: How many event parts the ring holds. 512 parts take 254 KiB; an event that
-            records an exception takes about 4 parts.
+        directory: The directory to which the process records.
+        capacity: How many event parts the ring holds. 512 parts take up 254 KiB. An event that
+            records an exception consists of about 4 parts.
 
     Raises:
-        OSError: The file cannot be created or its space cannot be allocated.
+        OSError: If the file cannot be created or its space cannot be allocated.
     """
 
     def __init__(self, directory: Path, *, capacity: int = 512) -> None:
@@ -67,7 +69,7 @@ class EventRing:
         self.moved_aside = self._ring.moved_aside
 
     def event(self, event: Event) -> None:
-        """Record one event. If its data is too long, the data is truncated and marked as cut."""
+        """Record one event. Data that is too long is truncated and stored in the field "cut"."""
         data = _encode(event, event.data)
         if len(data) > _MOST_EVENT_BYTES:
             data = _encode(event, {"cut": str(dict(event.data))[:_CUT_CHARACTERS]})
@@ -80,23 +82,24 @@ class EventRing:
         self._ring.close()
 
 
+# Return an event as JSON, with the given data in place of its own data.
 def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
     head = [event.kind, event.global_step, event.unix_seconds]
     try:
         return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
-    # A key is not a string, or the data contains itself. Neither mistake may stop a run.
+    # A key is not a string, or the data contains itself. Such a mistake must not stop a run.
     except (TypeError, ValueError, RecursionError):
         unreadable = {"unreadable": [str(key) for key in facts]}
         return json.dumps([*head, unreadable], separators=(",", ":")).encode()
 
 
 class BlackBox:
-    """Write the steps and events of one process to a directory.
+    """Writes the steps and events of one process to files in a directory.
 
     The directory is created if it does not exist.
 
     Raises:
-        OSError: The files cannot be created, or their 3 MiB cannot be allocated.
+        OSError: If the files cannot be created, or if their 3 MiB cannot be allocated.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -106,7 +109,8 @@ class BlackBox:
         )
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)
-        # For each existing file that could not be continued, a sentence with the reason.
+        # One sentence for each existing file to which records could not be appended, with the
+        # reason.
         self.moved_aside: list[str] = []
         for name, ring in ((STEPS_FILE, self._steps), (EVENTS_FILE, self._events)):
             if ring.moved_aside:
@@ -126,12 +130,12 @@ class BlackBox:
 
         Args:
             mark: Whether the step began, was committed or was skipped.
-            global_step: Number of optimizer steps committed so far.
-            micro_batch_size: Samples per forward/backward pass; 0 if unknown.
-            loss: Mean loss of the step; None if the loss was not read from the device.
-            norm: Gradient norm before clipping; None if it was not read from the device.
-            seconds: Duration of the step.
-            optimizer: Number of the optimizer that stepped (see `Optimizers`); 0 if the script
+            global_step: The number of optimizer steps committed so far.
+            micro_batch_size: The number of samples per forward/backward pass; 0 if unknown.
+            loss: The mean loss of the step; None if the loss was not read from the device.
+            norm: The gradient norm before clipping; None if it was not read from the device.
+            seconds: The duration of the step.
+            optimizer: The number of the optimizer that stepped (see `Optimizers`); 0 if the script
                 has only one optimizer.
         """
         flags = optimizer << OPTIMIZER_SHIFT
@@ -147,7 +151,7 @@ class BlackBox:
         self._steps.append(payload)
 
     def event(self, event: Event) -> None:
-        """Record one event. If its data is too long, the data is truncated and marked as cut."""
+        """Record one event. Data that is too long is truncated and stored in the field "cut"."""
         self._events.event(event)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Follow a ring file while a process writes to it: each call returns only the new records.
 
-A call costs one system call for every 256 new records. The whole ring is read on the first call,
-and again when the writer has overwritten records that were not read yet. Nothing in this module
+Reading requires one system call for every 256 new records. The whole ring is read in the first
+call, and again if the writer has overwritten records that were not yet read. Nothing in this module
 waits, polls or writes; the caller decides how often to poll.
 """
 
@@ -21,14 +21,18 @@ from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_rin
 
 # Number of records read in one system call.
 _BLOCK = 256
-# A sample without a loss is held back until there are this many newer samples, or until this many
-# seconds have passed. Copying a loss from the device takes far less time.
+# A sample without a loss is held back until there are this many newer samples or until this many
+# seconds have passed, whichever comes first. Copying a loss from the device takes far less time.
 _HELD_SAMPLES = 16
 _HELD_SECONDS = 2.0
 
 
 class RingFollower:
-    """Follows one ring file. While the file does not exist, there are no records to return."""
+    """Follows one ring file, which need not exist yet. A missing file has no records.
+
+    Args:
+        path: The ring file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,11 +40,11 @@ class RingFollower:
         self._sequence = 0
         self._inode = 0
         self._has_read_all = False
-        # Number of records that were overwritten before this follower read them.
+        # The number of records that were overwritten before this follower read them.
         self.lost = 0
 
     def records(self) -> list[Record]:
-        """Return the complete records since the last call, oldest first.
+        """Return the complete records that were written since the last call, oldest first.
 
         Raises:
             RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
@@ -57,7 +61,7 @@ class RingFollower:
             close_descriptor(descriptor)
 
     def _records_in(self, descriptor: int) -> list[Record]:
-        """Return an open ring's new records, or all of its records if the file was replaced."""
+        """Return the new records in an open ring file, or all records if the file was replaced."""
         status = os.fstat(descriptor)
         if status.st_ino != self._inode:
             # This is the first call, or the file was replaced by a writer with another layout.
@@ -72,6 +76,7 @@ class RingFollower:
             return self._read_all()
         return self._read_new(descriptor, header, status.st_size)
 
+    # Read the whole ring and return the records that were not returned before.
     def _read_all(self) -> list[Record]:
         records = [record for record in read_ring(self._path) if record.sequence > self._sequence]
         if records:
@@ -81,7 +86,7 @@ class RingFollower:
         return records
 
     def _read_new(self, descriptor: int, header: bytes, size_bytes: int) -> list[Record]:
-        """Read the slots after the last returned record, up to the first unwritten slot."""
+        """Return the records after the last returned record, up to the first unwritten slot."""
         _, _, payload_bytes, capacity = HEADER.unpack(header)
         slot = slot_struct(payload_bytes)
         records: list[Record] = []
@@ -94,20 +99,21 @@ class RingFollower:
             whole_bytes = len(data) // slot.size * slot.size
             for first, nanoseconds, payload, last in slot.iter_unpack(data[:whole_bytes]):
                 if first == last and first > self._sequence + 1:
-                    # The writer has overwritten the records that come next.
+                    # The writer has overwritten the records that were to be read next.
                     return records + self._read_all()
                 if first != last or first <= self._sequence:
-                    # This slot has not been written yet.
+                    # The writer has not written the next record to this slot yet, or is writing it.
                     return records
                 records.append(Record(first, nanoseconds, payload))
                 self._sequence = first
+            # The file is truncated, so there is nothing more to read.
             if len(data) < count * slot.size:
                 break
         return records
 
 
 class SampleFollower(RingFollower):
-    """Follows the step samples of a process or the step records of a guard.
+    """Follows the step samples of a process or the step records of a Guard.
 
     A loss that is copied from a device is added to its sample a few steps later. A sample without a
     loss is therefore held back, together with all newer samples, until there are 16 newer samples
@@ -115,11 +121,11 @@ class SampleFollower(RingFollower):
     """
 
     def new(self, *, hold_back: bool = True) -> list[StepSample]:
-        """Return the samples since the last call, oldest first.
+        """Return the samples that were written since the last call, oldest first.
 
         Args:
-            hold_back: Whether to hold back samples whose loss is missing. Pass False in the last
-                call.
+            hold_back: Whether to hold back samples whose loss is still missing. Pass False in the
+                last call, after which no loss can be added.
         """
         samples: list[StepSample] = []
         sequences: list[int] = []
@@ -134,12 +140,14 @@ class SampleFollower(RingFollower):
         for index in range(max(0, len(samples) - _HELD_SAMPLES), len(samples)):
             sample = samples[index]
             if sample.loss is None and sample.unix_seconds > oldest_waiting:
-                # Hold this sample back: the next call starts with it.
+                # Hold this sample back by moving the position to just before it, so that the next
+                # call starts with this sample.
                 self._sequence = sequences[index] - 1
                 return samples[:index]
         return samples
 
 
+# Return a sample or a Guard's completed step as a sample, or None for any other record.
 def _sample_in(record: Record) -> StepSample | None:
     mark = step_record_in(record)
     if mark is None or mark.mark is StepMark.BEGUN:

@@ -1,10 +1,10 @@
-"""Summarize the steps that a ring has overwritten, in a history file of at most 1 MiB.
+"""Summarize the steps that were overwritten in a ring, in a history file of at most 1 MiB.
 
-Before half of a ring is overwritten, its records are summarized in rows of 64 records. A row has
-the lowest, mean and highest value of each number, and the count of values that were not finite.
-Once there are more than 3,072 rows, neighboring rows are merged in pairs. The history file is in
-the ring's directory. It is replaced as a whole, so a kill during the write leaves the previous
-version.
+Before half of a ring is overwritten, its records are summarized in rows of 64 records each. A row
+contains the lowest, mean and highest value of each number, and how many values were finite and how
+many were not. If there are more than 3,072 rows, neighboring rows are merged in pairs. The history
+file is in the ring's directory. It is replaced as a whole, so that the previous version remains if
+the process is killed during the write.
 
 This is the only module of ``recorder`` that needs numpy.
 """
@@ -23,16 +23,18 @@ from holdfast.core.files import read_file, swap_in
 Rows = NDArray[np.void]
 Numbers = NDArray[Any]
 SUFFIX = ".history"
-# Magic, version, size of a row in bytes, `History.newest`, `History.missing`.
+# The header of a history file: magic, version, size of a row in bytes, `History.newest`,
+# `History.missing`.
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"HOLDHIST"
 _VERSION = 1
-# Number of records summarized in a new row. Merging rows doubles it.
+# The number of records that a new row summarizes. Merging rows doubles this number.
 _FINEST = 64
 _MOST_ROWS = 3072
 _MOST_RECORDS = 2**62
 _MOST_BYTES = 4 << 20
-# The numbers that a row summarizes. A sample has all of them, a guard's step record `_MARK_NAMES`.
+# The numbers that a row summarizes. A sample has all of these numbers, whereas a Guard's step
+# record has only those in `_MARK_NAMES`.
 NAMES = (
     "loss",
     "grad_norm",
@@ -76,23 +78,25 @@ _MARK = np.dtype(
     ]
 )
 _KINDS_BY_BYTES = {kind.itemsize: kind for kind in (_SAMPLE, _MARK)}
-# `StepMark.BEGUN`: a record that a step began, which has no loss, norm or duration.
+# The value of `StepMark.BEGUN`, which marks that a step began. Such a record has no loss, gradient
+# norm or duration.
 _BEGUN = 1
-# The first three numbers (loss, gradient norm, learning rate) each have a flag that is set if the
-# number was read. The flag is needed because a number that was read may be NaN.
+# How many of the numbers have a flag that is set if the number was read: the first three (loss,
+# gradient norm, learning rate). The flag is needed because a number that was read may be NaN.
 _READ_FLAGS = 3
 _LATEST = np.uint64(2**64 - 1)
 _NO_ROWS = np.zeros(0, _ROW)
 
 
 class History(NamedTuple):
-    """The summary of the records that a ring has overwritten.
+    """The summary of the records that were overwritten in a ring.
 
-    `rows` has one row for each stretch of records and each optimizer, oldest first. A row has the
-    ``number`` of its first record, the ``step`` and ``time`` (in Unix nanoseconds) at which it
-    starts, and the number of the ``optimizer``. For each number in `NAMES` it also has the
-    ``low``, ``mean`` and ``high`` value, the count of ``finite`` values and the count of ``odd``
-    values (NaN or Inf). If no value is finite, ``low`` is inf and ``high`` is -inf.
+    `rows` contains one row for each stretch of records and each optimizer, oldest first. A row
+    contains the ``number`` of its first record, the ``step`` and ``time`` (in Unix nanoseconds) at
+    which the stretch starts, and the number of the ``optimizer``. For each number in `NAMES`, a row
+    also contains the ``low``, ``mean`` and ``high`` value, the count of ``finite`` values and the
+    count of ``odd`` values (NaN or Inf). If no value is finite, ``low`` is inf and ``high`` is
+    -inf.
     """
 
     rows: Rows
@@ -120,21 +124,23 @@ def read_history(path: Path) -> History:
 
 
 def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
-    """Summarize half of a ring in its history. This takes about 3 ms for 16,384 records.
+    """Add a summary of half of a ring to the ring's history.
+
+    This takes about 3 ms for 16,384 records.
 
     Args:
         path: The path of the ring, not of the history file.
-        slots: The content of that half.
-        slot_bytes: Size of one slot in bytes.
+        slots: The content of the slots in this half of the ring.
+        slot_bytes: The size of one slot in bytes.
         first: The number of the record in the first slot.
 
     Raises:
-        OSError: The history file cannot be written.
+        OSError: If the history file cannot be written.
     """
     last = first + len(slots) // slot_bytes - 1
     history = read_history(path)
     if history.newest > last:
-        # The history belongs to an earlier ring, which was moved aside. Start a new history.
+        # The history is that of an earlier ring, which was moved aside. Start a new history.
         history = History(_NO_ROWS)
     expected = np.arange(first, last + 1, dtype=np.uint64)
     new_rows, recorded = rows_of(slots, slot_bytes, expected, history.newest, _FINEST)
@@ -145,13 +151,13 @@ def extend_history(path: Path, slots: bytes, slot_bytes: int, first: int) -> Non
 
 
 def merge_rows(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
-    """Merge neighboring rows until at most `most` rows are left.
+    """Merge neighboring rows until at most `most` rows are left, and return these rows.
 
     Args:
         rows: The rows to merge, oldest first.
         most: The largest number of rows to return.
-        finest: How many records a merged row covers at first. The number is doubled until few
-            enough rows are left.
+        finest: How many records a row covers after the first merge. This number is doubled until at
+            most `most` rows are left.
     """
     records = finest
     while len(rows) > most and records < _MOST_RECORDS:
@@ -161,13 +167,15 @@ def merge_rows(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
 
 
 def _merged(rows: Rows, records: int) -> Rows:
-    """Return one row for each stretch of `records` records and each optimizer."""
+    """Merge rows so that there is one row for each stretch of `records` records and optimizer."""
     stretch = rows["number"] // np.uint64(records)
+    # The key identifies a stretch and an optimizer, whose number is less than 256.
     key = stretch * np.uint64(256) + rows["optimizer"]
     order = np.argsort(key, kind="stable")
     rows = rows[order]
     key = key[order]
-    # The first row of each group of equal keys.
+    # The index of the first row of each group of equal keys. Prepending a different key makes the
+    # first row start a group.
     starts = np.flatnonzero(np.diff(key, prepend=key[:1] + np.uint64(1)))
     merged = rows[starts]
     merged["low"] = np.minimum.reduceat(rows["low"], starts)
@@ -187,13 +195,13 @@ def rows_of(
 
     Args:
         data: The content of the slots.
-        slot_bytes: Size of one slot in bytes, which identifies the kind of ring.
-        expected: The record number that each slot should hold, or None to accept any.
-        after: Ignore records up to this number.
+        slot_bytes: The size of one slot in bytes, which identifies the kind of ring.
+        expected: The record number that each slot should hold, or None to accept any number.
+        after: Records up to this number are ignored.
         records: How many slots to summarize in one row.
 
     Returns:
-        The rows and the number of intact slots: no rows and 0 if this is another kind of ring.
+        The rows and the number of intact slots. For any other kind of ring, no rows and 0.
     """
     kind = _KINDS_BY_BYTES.get(slot_bytes)
     if kind is None:
@@ -217,12 +225,12 @@ def rows_of(
 def _rows_of_optimizer(
     slots: Rows, expected: Numbers, valid: Numbers, records: int, optimizer: int
 ) -> Rows:
-    """Return a row for each stretch of slots that has at least one valid slot.
+    """Return one row for each stretch of slots that contains at least one valid slot.
 
     Args:
         slots: The slots to summarize.
         expected: The record number of each slot.
-        valid: Which slots are intact and belong to this optimizer.
+        valid: A mask of the slots that are intact and were recorded for this optimizer.
         records: How many slots to summarize in one row.
         optimizer: The number of the optimizer.
     """
@@ -239,7 +247,7 @@ def _rows_of_optimizer(
         firsts = np.where(valid, slots[name], _LATEST)
         rows[name] = firsts.reshape(-1, records).min(1)
 
-    # Axes: the number (loss, norm, ...), the row, and the slot in the row.
+    # The axes are the recorded number (loss, norm, ...), the row, and the slot in the row.
     shape = (len(columns), -1, records)
     rows["finite"][:, columns] = finite.reshape(shape).sum(2).T
     rows["odd"][:, columns] = odd.reshape(shape).sum(2).T
@@ -252,7 +260,10 @@ def _rows_of_optimizer(
 
 
 def _values_of(slots: Rows) -> tuple[Numbers, list[int]]:
-    """Return the numbers in slots, shape ``(numbers, slots)``, and their indices in `NAMES`."""
+    """Return the numbers in slots and their indices in `NAMES`.
+
+    The array of numbers has the shape ``(numbers, slots)``.
+    """
     values = slots["values"].T.copy()
     if slots.dtype != _SAMPLE:
         return values, [NAMES.index(name) for name in _MARK_NAMES]
@@ -263,7 +274,7 @@ def _values_of(slots: Rows) -> tuple[Numbers, list[int]]:
 
 
 def _odd_values(slots: Rows, values: Numbers, finite: Numbers, valid: Numbers) -> Numbers:
-    """Return a mask of the values that are Inf, or NaN with the flag that the value was read."""
+    """Return a mask of the values that are Inf, or NaN with the flag that says they were read."""
     odd = ~finite & ~np.isnan(values) & valid
     bits = np.arange(_READ_FLAGS, dtype=np.uint16)[:, None]
     is_value = (slots["flags"] >> bits & 1) > 0

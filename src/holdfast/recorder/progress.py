@@ -1,9 +1,9 @@
 """Record a training process's current phase, and the duration and memory use of its steps.
 
-The training process writes both files; other processes read them, even after the training process
+The training process writes two files; other processes read them, even after the training process
 has ended. The *board* is a single page with the current phase, the time at which the phase began,
 and progress counters. The *sample ring* holds one record per step. Both files are memory-mapped, so
-a write needs no system call and survives SIGKILL.
+that a write needs no system call and survives SIGKILL.
 
 ``supervise`` decides when a phase has taken too long. ``black_box`` records events.
 """
@@ -43,42 +43,45 @@ _MAGIC = b"HOLDPROG"
 _HEADER = struct.Struct("<8sII")
 _HEADER_OFFSET = 0
 # Progress, phase, steps in this process, start of the phase, step, micro-steps, progress. If the
-# two progress fields differ, the write was torn.
+# two copies of the progress counter differ, the board was read while it was being written, or the
+# writer was killed during a write.
 _STANDING = struct.Struct("<QIIQQQQ")
 _STANDING_OFFSET = 64
 # The number of the newest request to trace memory.
 _REQUEST = struct.Struct("<Q")
 _REQUEST_OFFSET = 256
-# Total nanoseconds spent in each phase, indexed by `ProcessPhase`, without the current phase.
+# The total time spent in each phase in nanoseconds, indexed by `ProcessPhase`. It excludes the time
+# since the current phase began.
 _PHASE_COUNT = 10
 _SPENT = struct.Struct(f"<{_PHASE_COUNT}q")
 _SPENT_OFFSET = 320
-# Write these totals at most once per 20 ms, because a phase may last only microseconds.
+# The minimum interval in nanoseconds between two writes of these totals. Writing them whenever a
+# phase begins would be too slow, because a phase may last only microseconds.
 _SPENT_INTERVAL = 20_000_000
 
 # --- The layout of a sample.
 
-# Step, micro-steps, flags, loss, gradient norm, learning rate, duration, time spent waiting for
-# data, and four memory sizes in bytes.
+# Step, micro-steps, flags, loss, gradient norm, learning rate, duration, the part of the duration
+# spent waiting for data, and four memory sizes in bytes.
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
 _FLOAT = struct.Struct("<d")
 # Offsets in a sample, in bytes.
 _FLAGS_OFFSET = 12
 _LOSS_OFFSET = 16
 _NORM_OFFSET = 24
-# In a slot, the sequence number and the time come before the payload.
+# In a slot, the payload follows the sequence number and the time, which take up 8 bytes each.
 _PAYLOAD_OFFSET = 16
 _CAPACITY = 32_768
 
 
 class ProcessPhase(IntEnum):
-    """What a training process is doing, as far as can be observed."""
+    """What a training process is currently doing, as far as holdfast can observe it."""
 
     # Importing modules and building the model; training has not begun.
     STARTING = 1
-    # From the first forward pass to the end of the first step, or while torch compiles.
+    # From the first forward pass to the end of the first step, or while torch compiles a model.
     FIRST_STEP = 2
-    # The training loop waits for a batch from the loader.
+    # The training loop is waiting for a batch from the loader.
     DATA_WAIT = 3
     FORWARD_BACKWARD = 4
     OPTIMIZER = 5
@@ -92,22 +95,23 @@ class ProcessPhase(IntEnum):
 
 
 class Standing(NamedTuple):
-    """The content of a board: a process's phase and progress."""
+    """The content of a board: the phase and progress that a process published."""
 
     pid: int
     phase: ProcessPhase
-    # When the phase began, on the monotonic clock, which all processes of a machine share.
+    # When the phase began, on the monotonic clock, which all processes on a machine share.
     since_seconds: float
-    # A counter that increases with every phase, micro-step and step. If it stays the same, the
+    # A counter that increases with every phase, micro-step and step. While it does not change, the
     # process makes no progress.
     progress: int
-    # Number of optimizer steps. Under a guard, this includes the steps of earlier attempts.
+    # The number of optimizer steps. With a Guard, this includes the steps of earlier attempts.
     step: int
-    # Number of backward calls.
+    # The number of backward calls.
     micro_step: int
-    # Optimizer steps in this process, modulo 2**32.
+    # The number of optimizer steps in this process, modulo 2**32.
     steps_made: int = 0
-    # Total seconds spent in each phase, indexed by `ProcessPhase`, without the current phase.
+    # The total time spent in each phase in seconds, indexed by `ProcessPhase`. It excludes the time
+    # since the current phase began.
     spent: tuple[float, ...] = ()
 
 
@@ -115,10 +119,11 @@ class ProgressBoard:
     """Publishes the phase and progress of this process, so that other processes can read them.
 
     Args:
-        path: The board file; an existing file is replaced. None keeps the board in private memory.
+        path: The board file. An existing file is replaced. If None, the board is kept in private
+            memory, where no other process can read it.
 
     Raises:
-        OSError: The file cannot be created.
+        OSError: If the file cannot be created.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -131,7 +136,7 @@ class ProgressBoard:
         self.micro_step = 0
         self._spent = [0] * _PHASE_COUNT
         self._since = _now()
-        # When to write the totals per phase next, in monotonic nanoseconds.
+        # The time of the next write of the totals per phase, in monotonic nanoseconds.
         self._spent_due = 0
         self.enter(ProcessPhase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_OFFSET, _MAGIC, VERSION, os.getpid())
@@ -174,6 +179,7 @@ class ProgressBoard:
         self._map.close()
 
 
+# Return the memory of a new board: a mapped file, or private memory if `path` is None.
 def _new_map(path: Path | None) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, BOARD_BYTES)
@@ -183,7 +189,9 @@ def _new_map(path: Path | None) -> mmap.mmap:
 
 
 def read_board(path: Path) -> Standing | None:
-    """Return the content of a board file, or None if it is missing, torn, truncated or no board.
+    """Return the content of a board file.
+
+    Return None if the file is missing, is truncated, is not a board, or was being written.
 
     Raises:
         RunDirectoryError: H305 if a newer version of holdfast wrote the file.
@@ -218,11 +226,11 @@ def read_board(path: Path) -> Standing | None:
 
 
 def request_trace(path: Path, number: int) -> None:
-    """Ask the process that owns a board to trace its memory during the next steps.
+    """Ask the process that writes a board to trace its memory during the next steps.
 
     Args:
         path: The board file.
-        number: The number of this request, higher than the number of any earlier request.
+        number: The number of this request. It must be higher than that of any earlier request.
     """
     with open_to_write(path, "rb+") as file:
         file.seek(_REQUEST_OFFSET)
@@ -230,27 +238,27 @@ def request_trace(path: Path, number: int) -> None:
 
 
 class StepSample(NamedTuple):
-    """One training step as measured by the hooks.
+    """One training step as measured by the observer's hooks.
 
     The four sizes are in bytes. A size is 0 if it was not read in this step; device sizes are also
     0 if there is no device.
 
     Args:
-        step: Number of optimizer steps including this one. A guard's count is used if there is a
-            guard. If no optimizer steps, this is the number of backward calls.
-        micro_steps: Number of backward calls in the step.
-        loss: Loss of the last backward call, or None if it was not read. NaN means that the loss
-            itself is NaN.
-        grad_norm: Gradient norm, or None if it was not computed.
-        learning_rate: Learning rate of the first parameter group, or None if unknown.
-        seconds: Time since the end of the previous step.
+        step: The number of optimizer steps, including this step. If there is a Guard, this is the
+            Guard's count. If no optimizer steps, this is the number of backward calls.
+        micro_steps: The number of backward calls in the step.
+        loss: The loss of the last backward call, or None if it was not read. NaN means that the
+            loss itself is NaN.
+        grad_norm: The gradient norm, or None if it was not computed.
+        learning_rate: The learning rate of the first parameter group, or None if unknown.
+        seconds: The time since the end of the previous step.
         wait_seconds: The part of `seconds` spent waiting for the loader.
-        host_bytes: Resident memory of the process.
-        device_allocated_bytes: Allocated memory, summed over all devices.
-        device_reserved_bytes: Memory reserved by the allocator, summed over all devices.
-        device_peak_bytes: Peak of the allocated memory, summed over all devices.
+        host_bytes: The resident memory of the process.
+        device_allocated_bytes: The allocated memory, summed over all devices.
+        device_reserved_bytes: The memory reserved by the allocator, summed over all devices.
+        device_peak_bytes: The peak of the allocated memory, summed over all devices.
         unix_seconds: When the step ended; set when the sample is written.
-        optimizer: Number of the optimizer that stepped (see `Optimizers`), or 0 if unknown.
+        optimizer: The number of the optimizer that stepped (see `Optimizers`), or 0 if unknown.
     """
 
     step: int
@@ -269,13 +277,13 @@ class StepSample(NamedTuple):
 
 
 class SampleRing(RingWriter):
-    """Writes step samples to a ring file of 4 MiB, which is created or continued.
+    """Writes step samples to a ring file of 4 MiB, which is created if it does not exist.
 
     The ring holds the newest 32,768 samples, which `amend` can still complete. Older samples are
     summarized in the ring's history.
 
     Raises:
-        OSError: The file cannot be created or its space cannot be allocated.
+        OSError: If the file cannot be created or its space cannot be allocated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,16 +305,16 @@ class SampleRing(RingWriter):
         The arguments are the fields of `StepSample`.
 
         Args:
-            step: Number of optimizer steps including this one.
-            micro_steps: Number of backward calls in the step.
-            loss: Loss of the last backward call, or None if it was not read.
-            grad_norm: Gradient norm, or None if it was not computed.
-            learning_rate: Learning rate of the first parameter group, or None if unknown.
-            *others: The fields from ``seconds`` to ``device_peak_bytes``, in their order.
-            optimizer: Number of the optimizer that stepped, or 0 if unknown.
+            step: The number of optimizer steps, including this step.
+            micro_steps: The number of backward calls in the step.
+            loss: The loss of the last backward call, or None if it was not read.
+            grad_norm: The gradient norm, or None if it was not computed.
+            learning_rate: The learning rate of the first parameter group, or None if unknown.
+            *others: The fields from ``seconds`` to ``device_peak_bytes``, in the same order.
+            optimizer: The number of the optimizer that stepped, or 0 if unknown.
 
         Returns:
-            The number of the sample, for `amend`.
+            The number of the sample, which can be passed to `amend`.
         """
         flags = optimizer << OPTIMIZER_SHIFT
         if loss is None:
@@ -328,11 +336,11 @@ class SampleRing(RingWriter):
     def amend(
         self, number: int, *, loss: float | None = None, grad_norm: float | None = None
     ) -> None:
-        """Complete a sample with values that arrived later, such as a loss from a device.
+        """Add values to a sample that became available later, such as a loss on a device.
 
         Args:
             number: The sample's number, as returned by `write`. If the sample has been overwritten,
-                nothing is changed.
+                the call has no effect.
             loss: The loss, or None to keep the recorded loss.
             grad_norm: The gradient norm, or None to keep the recorded norm.
         """
@@ -346,6 +354,7 @@ class SampleRing(RingWriter):
         if grad_norm is not None:
             self._set_value(payload, _NORM_OFFSET, grad_norm, NORM_IS_READ)
 
+    # Write a number to a sample and set the flag that says that the number was read.
     def _set_value(self, payload: int, offset: int, value: float, flag: int) -> None:
         _FLOAT.pack_into(self._map, payload + offset, value)
         # The flag must be written after the number, because a set flag tells readers that the

@@ -1,8 +1,8 @@
 """Read the steps and events that a process recorded, even if it was killed during a write.
 
-Torn slots, slots cut off at the end of a truncated file, and events whose first part was
-overwritten are skipped. A file that is not a ring, or that a newer version of holdfast wrote, is an
-error.
+Slots that were only partly written, slots that are cut off at the end of a truncated file, and
+events whose first part was overwritten are skipped. It is an error if a file is not a ring or was
+written by a newer version of holdfast.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _MARKS = frozenset(StepMark)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A step as recorded by a guard: when it began, was committed or was skipped."""
+    """A Guard's record that a step began, was committed or was skipped."""
 
     mark: StepMark
-    # Number of optimizer steps committed so far.
+    # The number of optimizer steps committed so far.
     global_step: int
     # The largest number of samples in one forward/backward pass; 0 if unknown.
     micro_batch_size: int
-    # Mean loss of the step, or None if it was not read. NaN means that the loss itself is NaN.
+    # The mean loss of the step, or None if it was not read. NaN means that the loss itself is NaN.
     loss: float | None
-    # Global gradient norm before clipping, or None if it was not read.
+    # The global gradient norm before clipping, or None if it was not read.
     grad_norm: float | None
-    # Duration of the step.
+    # The duration of the step.
     seconds: float
     # When the record was written.
     unix_seconds: float
-    # Number of the optimizer that stepped (see `Optimizers`); 0 if the script has only one.
+    # The number of the optimizer that stepped (see `Optimizers`); 0 if the script has only one.
     optimizer: int = 0
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
-    """Return a guard's step records, oldest first.
+    """Return the step records that a Guard wrote to a directory, oldest first.
 
     Raises:
         RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
@@ -59,7 +59,7 @@ def read_steps(directory: Path) -> list[StepRecord]:
 
 
 def step_record_in(record: Record) -> StepRecord | None:
-    """Decode a guard's step record, or return None if it comes from another kind of ring."""
+    """Decode a Guard's step record, or return None if it comes from another kind of ring."""
     if len(record.payload) != STEP.size:
         # This is a sample, or the ring's header is damaged.
         return None
@@ -79,7 +79,7 @@ def step_record_in(record: Record) -> StepRecord | None:
 
 
 def describe_lost_steps(directory: Path) -> str:
-    """Return a clause that says which steps of a process are no longer recorded.
+    """Return a clause that says which steps of the recording in a directory have been lost.
 
     The clause is empty if every step is still in the ring or summarized in the history.
     """
@@ -90,6 +90,7 @@ def describe_lost_steps(directory: Path) -> str:
     return ""
 
 
+# Return a clause about overwritten records that are not in the history, or "".
 def _overwritten_steps(path: Path, oldest: Record) -> str:
     # Imported here because importing numpy takes a tenth of a second.
     from holdfast.recorder.history import read_history
@@ -105,6 +106,7 @@ def _overwritten_steps(path: Path, oldest: Record) -> str:
     )
 
 
+# Return the step in a sample or a Guard's step record, or 0 if the record is damaged.
 def _step_of(record: Record) -> int:
     sample = sample_of(record)
     if sample is not None:
@@ -125,14 +127,18 @@ def read_events(directory: Path) -> list[Event]:
 
 
 class EventParts:
-    """Reassembles events from their parts. An event with a lost or damaged part is skipped."""
+    """Reassembles events from their parts, skipping events with a lost or damaged part."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._previous_sequence = 0
 
     def add(self, record: Record) -> Event | None:
-        """Add the next record. Return the event if this was its last part, otherwise None."""
+        """Add the next record, and return the event if this record is its last part, or else None.
+
+        Args:
+            record: A record of an event ring. Records must be added from oldest to newest.
+        """
         if len(record.payload) < PART.size:
             return None
         index, count = PART.unpack_from(record.payload)
@@ -140,7 +146,7 @@ class EventParts:
         if index == 0 or not is_next:
             self._parts = []
         if index != 0 and not is_next:
-            # The beginning of this event was overwritten or torn.
+            # An earlier part of this event was overwritten or is damaged.
             return None
         self._previous_sequence = record.sequence
         self._parts.append(record.payload[PART.size :])
@@ -149,6 +155,7 @@ class EventParts:
         return _decode(b"".join(self._parts))
 
 
+# Return the event in its JSON encoding, or None if the encoding is damaged.
 def _decode(data: bytes) -> Event | None:
     try:
         kind, global_step, unix_seconds, facts = json.loads(data.rstrip(b"\0"))

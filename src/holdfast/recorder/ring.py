@@ -1,10 +1,10 @@
 """Write and read a ring of fixed-size records in a memory-mapped file.
 
-The mapped pages belong to the kernel, so records survive any signal that kills the process (but not
-a power failure). Each slot stores its sequence number twice, at its beginning and at its end. If
-the process is killed between these two writes, the numbers differ and the reader drops the slot.
-The file is fully allocated when it is created: on a full disk, writing to an unallocated page of a
-mapped file would raise SIGBUS.
+The kernel owns the mapped pages, so records survive any signal that kills the process (but not a
+power failure). Each slot stores the sequence number of its record twice, at its beginning and at
+its end. If the process is killed between these two writes, the numbers differ and the reader skips
+the slot. The file is fully allocated when it is created, because writing to an unallocated page of
+a mapped file would raise SIGBUS if the disk were full.
 
     header (4096 bytes)  magic, version, payload bytes, capacity
     slot i               sequence | unix nanoseconds | payload | sequence
@@ -32,19 +32,20 @@ MAGIC = b"HOLDRING"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
-# The largest file to read: twice the size of the largest ring that holdfast writes.
+# The size of the largest file to read: twice that of the largest ring that holdfast writes.
 _MOST_BYTES = 8 << 20
-# Errors from opening a path that is not a regular file, or a file that is too large to be a ring.
+# The errors that are raised if a path is not a regular file or a file is too large to be a ring.
 _NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG})
-# The largest valid sequence number. Not even one record per microsecond for years would reach it,
-# so a larger number means that the file is damaged.
+# Valid sequence numbers are less than this. Even one record per microsecond would not reach this
+# number within years, so a larger number means that the file is damaged.
 _MOST_RECORDS = 2**48
-# A ring with more damaged slots than this is not continued. A kill leaves at most one torn slot,
-# and one more is tolerated.
+# No records are appended to an existing ring with more damaged slots than this. A kill leaves at
+# most one partly written slot, and one more damaged slot is tolerated.
 _MOST_TORN = 2
 
-# Flags of a step record or sample. The first three say that a number was read from the device, even
-# if it is NaN. The bits from OPTIMIZER_SHIFT upward hold the optimizer's number.
+# The flags of a step record or sample. The first three say that a number (loss, gradient norm,
+# learning rate) was read from the device, even if the number is NaN. The bits from OPTIMIZER_SHIFT
+# upward hold the optimizer's number.
 LOSS_IS_READ = 1
 NORM_IS_READ = 2
 RATE_IS_READ = 4
@@ -54,18 +55,18 @@ OPTIMIZER_SHIFT = 8
 class Record(NamedTuple):
     """One record of a ring: its number, the time at which it was written, and its payload."""
 
-    # The writer numbers its records consecutively, starting at 1.
+    # The record's number. The writer numbers its records consecutively, starting at 1.
     sequence: int
-    # Unix time.
+    # The Unix time at which the record was written, in nanoseconds.
     nanoseconds: int
-    # Padded with zeros to the payload size of the ring.
+    # The content of the record, padded with zeros to the payload size of the ring.
     payload: bytes
 
 
 def value_or_none(number: float, is_read: int) -> float | None:
     """Return a recorded number, or None if it was never read from the device.
 
-    A number that was not read is recorded as NaN without the flag that says that it was read.
+    If a number was not read, NaN is recorded and the flag that says that it was read is not set.
 
     Args:
         number: The number in the record.
@@ -82,10 +83,10 @@ def slot_struct(payload_bytes: int) -> struct.Struct:
 
 
 class RingWriter:
-    """Append records to a ring file, which is created or continued.
+    """Appends records to a ring file, which is created if it does not exist.
 
-    An existing file is continued if its layout is the same and its records are intact. Otherwise it
-    is renamed to ``<name>.old``, a new file is created, and `moved_aside` gives the reason.
+    If an existing file has another layout or too many damaged records, it is renamed to
+    ``<name>.old`` and a new file is created. `moved_aside` then gives the reason.
 
     Args:
         path: The ring file.
@@ -93,10 +94,10 @@ class RingWriter:
         capacity: How many records the ring holds. When it is full, each new record overwrites the
             oldest one.
         has_history: Whether to summarize records in the ring's ``history`` before they are
-            overwritten. Only for rings of step records or samples.
+            overwritten. Only rings of step records or samples can have a history.
 
     Raises:
-        OSError: The file cannot be created or its space cannot be allocated.
+        OSError: If the file cannot be created or its space cannot be allocated.
     """
 
     def __init__(
@@ -113,8 +114,7 @@ class RingWriter:
         header = HEADER.pack(MAGIC, VERSION, payload_bytes, capacity)
         # The number of the newest record.
         self._sequence = 0
-        # Why an existing file was not continued, and its new name. Empty if there was no existing
-        # file, or if it was continued.
+        # Why an existing file was moved aside, and its new name. Empty if no file was moved aside.
         self.moved_aside = ""
         try:
             self._sequence = _newest_sequence(path, header, size_bytes, self._slot)
@@ -122,14 +122,16 @@ class RingWriter:
             kept_as = _move_aside(path)
             self.moved_aside = f"{error}; the old file is kept as {kept_as.name}"
         self._map = _map_file(path, header, size_bytes)
-        # The number of the record that starts the next half of the ring.
+        # The number of the next record that will be the first one in a half of the ring. Halves
+        # start at multiples of the half's size; `-(-a // b)` rounds up.
         halves_begun = -(-(self._sequence + 1) // self._half)
         self._next_half = halves_begun * self._half
 
     def append(self, payload: bytes) -> None:
         """Write one record in less than 1 microsecond, without a system call.
 
-        The payload must not be longer than `payload_bytes`.
+        Args:
+            payload: The content of the record. It must not be longer than `payload_bytes`.
         """
         sequence = self._sequence + 1
         if sequence == self._next_half:
@@ -139,9 +141,10 @@ class RingWriter:
         self._sequence = sequence
 
     def _summarize_next_half(self) -> None:
-        """Summarize the half of the ring that the next records will overwrite."""
+        """Add the half of the ring that the next records will overwrite to the ring's history."""
         first_new = self._next_half
         self._next_half += self._half
+        # Until `capacity` records have been written, no record is overwritten.
         if not self._has_history or first_new < self._capacity:
             return
         # If the disk is full or numpy is missing, recording continues without a history.
@@ -157,6 +160,7 @@ class RingWriter:
         self._map.close()
 
 
+# Return a ring file mapped into memory. A missing or empty file is allocated first.
 def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -169,16 +173,25 @@ def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
 
 
 class _NotARingError(Exception):
-    """A file is not a ring, or it is a ring that cannot be continued. The message says why."""
+    """Raised if a file is not a ring, or is a ring to which no records can be appended.
+
+    The message gives the reason.
+    """
 
 
 def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.Struct) -> int:
     """Return the number of a ring's newest record, or 0 if the ring is empty or does not exist.
 
+    Args:
+        path: The ring file.
+        header: The header that the file must have.
+        size_bytes: The size that the file must have.
+        slot: The layout of a slot.
+
     Raises:
-        _NotARingError: The file cannot be continued.
+        _NotARingError: If no records can be appended to the file.
     """
-    # Read the file instead of the map: reading the map would make all of its pages resident.
+    # Read the file itself, not the map, because reading the map would make all its pages resident.
     data = _read(path)
     if not data:
         return 0
@@ -205,8 +218,8 @@ def _read(path: Path) -> bytes:
 def _move_aside(path: Path) -> Path:
     """Rename a path that must not be overwritten to ``<name>.old``, and return the new path.
 
-    An earlier ``.old`` file is replaced if `path` is also a regular file. Otherwise the new name is
-    ``.old-2``, ``.old-3`` and so on.
+    An existing ``.old`` file is replaced if `path` is also a regular file. Otherwise, the new name
+    ends with ``.old-2``, ``.old-3`` and so on.
     """
     target = path.with_name(f"{path.name}.old")
     number = 1
@@ -217,8 +230,14 @@ def _move_aside(path: Path) -> Path:
 
 
 def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
-    """Return the intact records, oldest first, and the number of damaged slots."""
+    """Return the intact records of a ring, oldest first, and the number of damaged slots.
+
+    Args:
+        data: The content of the ring file.
+        slot: The layout of a slot.
+    """
     *_, capacity = HEADER.unpack_from(data)
+    # Ignore a slot that is cut off at the end of a truncated file.
     slots_end = len(data) - (len(data) - HEADER_BYTES) % slot.size
     slots = slot.iter_unpack(memoryview(data)[HEADER_BYTES:slots_end])
     records = []
@@ -227,6 +246,7 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
         is_number = first == last and 0 < first < _MOST_RECORDS
         if is_number and capacity and first % capacity == index:
             records.append(Record(first, nanoseconds, payload))
+        # Both numbers of a slot that was never written are 0.
         elif first or last:
             damaged += 1
     records.sort(key=lambda record: record.sequence)

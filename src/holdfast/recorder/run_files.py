@@ -1,8 +1,8 @@
 """The files of a supervised run, including those that each observed process writes.
 
 The supervisor writes ``supervised.json`` and ``output.log``. Each process writes to its own folder,
-``processes/<pid>-<ticks>/``. The folder name contains the process's start time in clock ticks,
-because the system reuses PIDs.
+``processes/<pid>-<ticks>/``. The folder's name contains the process's start time in clock ticks,
+because the operating system reuses PIDs.
 """
 
 from __future__ import annotations
@@ -31,51 +31,52 @@ FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
 SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
-# If a script has more optimizers than this, it probably creates new ones all the time, and their
-# names are meaningless.
+# If a script has more optimizers than this, it probably keeps creating new optimizers, whose names
+# are meaningless.
 _MOST_NAMED_OPTIMIZERS = 8
 # Step records store the optimizer's number in one byte.
 _LARGEST_OPTIMIZER_NUMBER = 255
-# Only this many items of a list are checked for being plain values, so that a long one is cheap.
+# Only this many items of a list are checked for being plain values, so that checking a long list is
+# cheap.
 _CHECKED_ITEMS = 16
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
-# The names must not start with HOLDFAST_: such a variable would be read as a policy field and
-# rejected.
+# The names must not start with HOLDFAST_, because such a variable would be interpreted as a policy
+# field and rejected.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
-# On this real-time signal, an observed Python process writes its stacks. SIGUSR1 and SIGUSR2 are
-# not available: schedulers send them to warn a job, and a guard stops the run when it receives one.
-# No common tool sends this real-time signal.
+# When an observed Python process receives this real-time signal, it writes its stacks. SIGUSR1 and
+# SIGUSR2 cannot be used, because schedulers send them to warn a job, and a Guard stops the run when
+# it receives one of them. No common tool sends this real-time signal.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
-# The optimizers of open guards by `id`. The value has the optimizer's name and a weak reference to
-# the object that counts its steps in ``global_step``.
+# The optimizers of open Guards, keyed by the `id` of the optimizer. A value consists of the
+# optimizer's name and a weak reference to the object that counts its steps in ``global_step``.
 guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
 
 
 class ProcessInfo(NamedTuple):
-    """The identity of an observed process, as the process itself reports it."""
+    """The identity of an observed process, as reported by the process itself."""
 
     pid: int
     # The start time of the process, in clock ticks since boot (field 22 of /proc/<pid>/stat).
     ticks: int
-    # The PID of the parent at the time the process started.
+    # The PID of the parent when the process started.
     ppid: int
     argv: list[str]
-    # The number of the supervisor's attempt to which the process belongs.
+    # The number of the attempt in which the process was started.
     attempt: int = 0
-    # A trainer calls backward or steps an optimizer. A loader worker prepares batches for a
-    # trainer.
+    # What the process does. A trainer calls backward or steps an optimizer. A loader worker
+    # prepares batches for a trainer.
     role: ProcessRole = "other"
     # The three numbers that a launcher such as torchrun assigned to the process.
     rank: int | None = None
     local_rank: int | None = None
     world_size: int | None = None
-    # The version of torch, or None if torch was not imported yet.
+    # The version of torch, or None if the process has not imported torch yet.
     torch: str | None = None
-    # Unix time.
+    # The Unix time at which the process started.
     started: float = 0.0
     # The signal on which the process writes its stacks, or None if the script handles that signal.
     stacks_signal: int | None = None
@@ -89,11 +90,11 @@ class ProcessInfo(NamedTuple):
 def write_process(run: Path, info: ProcessInfo) -> Path:
     """Write the ``process.json`` of a process, and return the process's folder.
 
-    The file is written atomically but not flushed to disk. It has to survive the process, not a
-    crash of the machine, and the user's process must not wait for a disk while it starts.
+    The file is written atomically but not flushed to disk. It must survive the process but need not
+    survive a crash of the machine, and the user's process must not wait for a disk while it starts.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file cannot be written.
     """
     folder = make_folder(run, PROCESSES_FOLDER, info.folder)
     swap_in(folder / PROCESS_FILE, json.dumps(info._asdict()).encode())
@@ -103,7 +104,7 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
 def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
     """Return the folder and the `ProcessInfo` of each observed process, oldest first.
 
-    Processes whose file is damaged are skipped.
+    Processes whose ``process.json`` is damaged are skipped.
     """
     processes = []
     for path in sorted((run / PROCESSES_FOLDER).glob(f"*/{PROCESS_FILE}")):
@@ -125,9 +126,9 @@ def read_process_file(path: Path) -> ProcessInfo | None:
 
 
 def _is_sound(info: ProcessInfo) -> bool:
-    """Return whether every field has the right type.
+    """Return whether every field of a `ProcessInfo` has the right type.
 
-    This has to be checked because the observed script could overwrite the file.
+    This must be checked because the observed script could overwrite the file.
     """
     counts = (info.pid, info.ticks, info.ppid, info.attempt)
     optional_numbers = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
@@ -139,17 +140,20 @@ def _is_sound(info: ProcessInfo) -> bool:
         and info.role in get_args(ProcessRole)
         and (info.torch is None or isinstance(info.torch, str))
         and type(info.started) in (int, float)
-        # Reject NaN, because processes are sorted by this time. `math.isnan` would raise for
-        # integers that do not fit into a float.
+        # Reject NaN, because processes are sorted by this time. `math.isnan` would raise an error
+        # for an integer that does not fit into a float.
         and info.started == info.started
     )
 
 
 class Optimizers(dict[str, int]):
-    """Maps the names of optimizers to the numbers that step records use for them.
+    """Maps the names of optimizers to the numbers that identify them in step records.
 
-    Numbering starts at 1. Looking up a new name assigns the next number and adds the name to
-    ``optimizers.json`` in the ring's folder. From the 255th name on, all names share one number.
+    Numbering starts at 1. Looking up a new name assigns the next number to it and adds the name to
+    ``optimizers.json``. From the 255th name on, all names share one number.
+
+    Args:
+        folder: The folder of the ring and of ``optimizers.json``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -168,7 +172,7 @@ def read_optimizers(folder: Path) -> list[str]:
     """Return the names in a folder's ``optimizers.json``, in the order of their numbers.
 
     The list is empty if there are more than `_MOST_NAMED_OPTIMIZERS` names. In that case, the
-    script probably creates new optimizers all the time, and their names are meaningless.
+    script probably keeps creating new optimizers, whose names are meaningless.
     """
     try:
         names = json.loads(read_file(folder / OPTIMIZERS_FILE))
@@ -183,21 +187,22 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a training run to ``settings.json``.
 
     Args:
-        folder: The folder to write the file to.
-        settings: Values by names such as ``"optimizer.0.lr"``. Only booleans, numbers, strings and
-            lists of these are written; other values are left out.
+        folder: The folder in which to write the file.
+        settings: The values, keyed by names such as ``"optimizer.0.lr"``. Only booleans, numbers,
+            strings and lists of these are written; other values are omitted.
     """
     plain = {name: value for name, value in settings.items() if _is_plain(value)}
     write_json(folder / SETTINGS_FILE, plain)
 
 
+# Return whether a value is a boolean, number or string, or a list of these.
 def _is_plain(value: Any) -> bool:
     items = value[:_CHECKED_ITEMS] if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(item, (bool, int, float, str)) for item in items)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON. If the file cannot be written, nothing happens."""
+    """Write a value to a file as JSON, ignoring the error if the file cannot be written."""
     with suppress(OSError):
         swap_in(path, json.dumps(value).encode())
 
@@ -212,6 +217,7 @@ def read_host(path: Path) -> dict[str, Any] | None:
         return None
     if not (isinstance(host.get("state"), str) and isinstance(host.get("beat"), str)):
         return None
+    # The field "go" is optional. Its keys must be numbers.
     go = host.get("go")
     if go is not None and not (isinstance(go, dict) and all(key.isdecimal() for key in go)):
         return None
@@ -219,7 +225,7 @@ def read_host(path: Path) -> dict[str, Any] | None:
 
 
 def folder_of_first_host(run: Path) -> Path:
-    """Return the folder with the recording that explains how a run ended.
+    """Return the folder that contains the recording of the host that explains how a run ended.
 
     If the last attempt used a single host, this is `run` itself. If it used several hosts, this is
     the folder of the host that failed first or, if no host failed, of the first host.
@@ -231,10 +237,10 @@ def folder_of_first_host(run: Path) -> Path:
     if _modified_at(run / SUPERVISED_FILE) > _modified_at(newest):
         # The last attempt ran on this host only.
         return run
-    # Ignore files left over from an earlier attempt with a different number of hosts.
+    # Ignore reports that remain from an earlier attempt with a different number of hosts.
     count = hosts[newest].get("count")
     current = {path: host for path, host in hosts.items() if host.get("count") == count}
-    # The hosts that failed on their own, not because another host had failed.
+    # The hosts that failed on their own, rather than because another host had failed.
     failed_first = [
         path for path, host in current.items() if host.get("cause") and not host.get("follows")
     ]
@@ -254,7 +260,7 @@ def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _modified_at(path: Path) -> float:
-    """Return when a file was last modified, in Unix seconds; 0 if it does not exist."""
+    """Return the Unix time at which a file was last modified, or 0 if the file does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -266,10 +272,11 @@ def process_lives(pid: int, ticks: int) -> bool:
 
     Args:
         pid: The PID of the process.
-        ticks: Its start time in clock ticks since boot. Another process that reuses the PID has a
-            different start time.
+        ticks: The process's start time in clock ticks since boot. Another process that reuses the
+            PID has a different start time.
     """
     fields = _stat(pid)
+    # The first field is the state (Z and X are dead processes), and the 20th is the start time.
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
         return False
     return int(fields[19]) == ticks
@@ -289,20 +296,25 @@ def _stat(pid: int) -> list[bytes]:
         content = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
-    # Split after the last parenthesis: the program's name may contain spaces and parentheses.
+    # Split after the last parenthesis, because the program's name, which is in parentheses, may
+    # itself contain spaces and parentheses.
     return content.rpartition(b")")[2].split()
 
 
 def on_recording(listener: Callable[[Path], None]) -> None:
-    """Register a function to call with the run directory of every guard opened in this process."""
+    """Register a function to be called whenever a Guard starts recording in this process.
+
+    Args:
+        listener: The function. It is called with the Guard's run directory.
+    """
     _recording_listeners.append(listener)
 
 
 def announce_recording(path: Path) -> None:
-    """Tell the observer of this process that a guard records to a run directory.
+    """Call the functions registered with `on_recording`, because a Guard records to a directory.
 
     Args:
-        path: The run directory.
+        path: The run directory of the Guard.
     """
     for listener in _recording_listeners:
         listener(path)

@@ -1,7 +1,7 @@
 """Check, record and read the scalars that a script logs.
 
-A scalar is recorded only once: by the guard that this process opened last or, if no guard is open,
-by the observer that `holdfast run` installs in the process.
+A scalar is recorded only once: by the Guard that was opened last in this process or, if no Guard is
+open, by the observer that `holdfast run` installs in the process.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from holdfast.core.errors import PolicyError
 from holdfast.recorder.ring import Record, RingWriter
 
 SCALARS_FILE = "scalars.ring"
-# The largest size of a scalar's name, in bytes of UTF-8.
+# The maximum length of a scalar's name, in bytes of UTF-8.
 LONGEST_NAME = 64
 _CAPACITY = 32_768
-# Step, value, epoch (-1 if unknown), length of the name in bytes, name.
+# The layout of a record: step, value, epoch (-1 if unknown), length of the name in bytes, name.
 _RECORD = struct.Struct(f"<qdiB{LONGEST_NAME}s")
 _NO_EPOCH = -1
-# Steps of at least this size are ignored. Other libraries' loggers accept any number as a step.
+# If a step passed to another library's logger is at least this large, the current step is recorded
+# instead. Such loggers accept any number as a step.
 _MOST_STEPS = 2**62
 
 # Encoded names and values that have passed the checks of `log`.
 CheckedScalars = list[tuple[bytes, float]]
 
-# The guards and observers that record scalars in this process, newest last. Each has a method
-# ``log(scalars, step)``, where a step of None means the current step. A forked process has no
-# outlets.
+# The outlets, which are the Guards and observers that record scalars in this process, in the order
+# in which they were added. Each outlet has a method ``log(scalars, step)``, where a step of None
+# means the current step. A forked process has no outlets.
 outlets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=outlets.clear)
 
@@ -43,12 +44,12 @@ _thread_state = _local()
 
 
 class Scalar(NamedTuple):
-    """One value that was logged, with its name, step and time."""
+    """One value that a script logged, with its name, step and time."""
 
     name: str
     value: float
     step: int
-    # None if the epoch is unknown.
+    # The epoch in which the value was logged, or None if unknown.
     epoch: int | None
     unix_seconds: float
 
@@ -56,12 +57,12 @@ class Scalar(NamedTuple):
 class Scalars:
     """Writes the scalars of this process to a ring file.
 
-    Any thread may write. A forked child of the process writes nothing.
+    Any thread may write scalars. In a forked child of the process, nothing is written.
 
     Args:
-        folder: A function that returns the folder for the ring. It is called when the first value
-            is written.
-        emit: A function that records an event.
+        folder: A function that returns the folder for the ring file. It is called when the first
+            scalar is written.
+        emit: A function that records an event, which is called if the ring file cannot be created.
     """
 
     def __init__(self, folder: Callable[[], Path], emit: Callable[[Any], None]) -> None:
@@ -73,12 +74,13 @@ class Scalars:
         self._process = os.getpid()
 
     def write(self, scalars: CheckedScalars, step: int, epoch: int | None) -> None:
-        """Record scalars. Each takes about 1 microsecond.
+        """Record scalars. Recording one scalar takes about 1 microsecond.
 
-        If the ring cannot be created, one event reports the error and no scalars are recorded.
+        If the ring file cannot be created, one event reports the error and no scalars are recorded
+        from then on.
 
         Args:
-            scalars: Names and values, as returned by `check_scalars`.
+            scalars: The names and values, as returned by `check_scalars`.
             step: The step at which the scalars were logged.
             epoch: The current epoch, or None if it is unknown.
         """
@@ -88,7 +90,7 @@ class Scalars:
             try:
                 self._append(scalars, step, _NO_EPOCH if epoch is None else epoch)
             except OSError as error:
-                # Imported here because most processes never need it.
+                # Imported here because most processes never need this module.
                 from holdfast.core.events.process_events import ScalarsNotRecorded
 
                 self._cannot_record = True
@@ -102,14 +104,14 @@ class Scalars:
             self._ring.append(_RECORD.pack(step, value, epoch, len(name), name))
 
     def close(self) -> None:
-        """Unmap the file. Writing another scalar opens it again."""
+        """Unmap the ring file. If another scalar is written, the file is opened again."""
         if self._ring is not None:
             self._ring.close()
             self._ring = None
 
 
 def scalars_of(records: list[Record]) -> list[Scalar]:
-    """Decode records of a scalar ring. Records from another kind of ring are skipped."""
+    """Return the scalars in records of a scalar ring, skipping records of other kinds of rings."""
     scalars = []
     for record in records:
         if len(record.payload) != _RECORD.size:
@@ -132,7 +134,7 @@ def check_scalars(values: Any, split: str, more: Mapping[str, Any]) -> CheckedSc
     Args:
         values: A mapping from names to values, or None.
         split: A prefix for all names, such as ``"validation"``; empty for no prefix.
-        more: The keyword arguments of `log`: further values by name.
+        more: The keyword arguments of `log`, which are further values keyed by name.
 
     Raises:
         PolicyError: H117 if a name or a value cannot be recorded.
@@ -141,7 +143,7 @@ def check_scalars(values: Any, split: str, more: Mapping[str, Any]) -> CheckedSc
     if isinstance(values, Mapping):
         scalars = {**values, **more}
     elif values is not None:
-        # This is a value without a name. The check below rejects it.
+        # This value has no name, so the check below rejects it.
         scalars = {None: values}
     return [_checked_entry(name, value, split) for name, value in scalars.items()]
 
@@ -177,6 +179,7 @@ def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
     )
 
 
+# Return a value as text for an error message; for a tensor or an array, its shape.
 def _describe(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
@@ -184,9 +187,9 @@ def _describe(value: Any) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """Return the value of a real number or of a tensor or array with a single element.
+    """Return a real number, or the single element of a tensor or array, as a float.
 
-    Return None for anything else.
+    Return None for any other value.
     """
     try:
         if hasattr(value, "shape") and not isinstance(value, Real):
@@ -201,11 +204,11 @@ def number_of(value: Any) -> float | None:
 def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
     """Record scalars from anywhere in a script.
 
-    If a guard is open in this process, the guard that was opened last records the scalars. If there
-    is no guard but the script runs under `holdfast run`, the observer of the process records them
+    If a Guard is open in this process, the Guard that was opened last records the scalars. If no
+    Guard is open but the script runs under `holdfast run`, the observer of the process records them
     with the current step. Otherwise, the arguments are checked but nothing is recorded.
 
-    See `Guard.log` for the arguments and errors.
+    For the arguments and errors, see `Guard.log`.
     """
     scalars = check_scalars(values, split, more)
     outlet = _newest_outlet()
@@ -224,12 +227,16 @@ def with_recording(
     """Wrap another library's logging function so that its values are also recorded.
 
     Args:
-        original: The logging function. If it calls another wrapped function, that call is not
-            recorded a second time.
-        read: A function that takes the arguments of `original` and returns the values by name, and
-            the step or None for the current step.
-        failed: A function to call with an error that occurs while recording. None logs a warning
-            instead. The error is never raised, because the script's own logging has succeeded.
+        original: The logging function to wrap. If it calls another wrapped function, the values
+            passed to the latter are not recorded a second time.
+        read: A function that takes the arguments of `original` and returns the values, keyed by
+            name, and the step. A step of None means the current step.
+        failed: A function to call with any error that occurs during the recording. If None, a
+            warning is logged instead. The error is never raised, because the script's own logging
+            has succeeded.
+
+    Returns:
+        The wrapped function, which takes the arguments of `original` and returns its result.
     """
 
     @wraps(original)
@@ -243,7 +250,8 @@ def with_recording(
             _thread_state.is_logging = False
         try:
             outlet = _newest_outlet()
-            # Read the values only if they will be recorded: reading may fail or wait for a device.
+            # Read the values only if they will be recorded, because reading them may fail or wait
+            # for a device.
             if outlet is not None:
                 values, step = read(*args, **kwargs)
                 outlet.log(list(_numbers_in(values)), _step_number(step))
@@ -256,9 +264,9 @@ def with_recording(
 
 
 def _step_number(step: Any) -> int | None:
-    """Convert the step that was passed to another library's logger.
+    """Return the step that was passed to another library's logger as an integer.
 
-    Return None, which means the current step, if `step` is not a number or too large.
+    Return None, which means the current step, if `step` is not a number or is too large.
     """
     number = number_of(step)
     if number is None or not abs(number) < _MOST_STEPS:
@@ -282,6 +290,6 @@ def _numbers_in(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[b
 
 
 def _cut(name: str) -> bytes:
-    """Encode a name and truncate it to `LONGEST_NAME` bytes, without splitting a character."""
+    """Return a name as at most `LONGEST_NAME` bytes of UTF-8, without splitting a character."""
     encoded = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
     return encoded.decode("utf-8", "ignore").encode()

@@ -1,6 +1,6 @@
 """Collect the command, machine and package versions of a run when it starts.
 
-The supervisor and each guard record this information.
+The supervisor and each Guard record this information.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
-# The file in which a guard stores this information, in its recording directory.
+# The file in a Guard's recording directory in which the Guard stores this information.
 START_FILE = "start.json"
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
-    """Return the command, machine and versions of a run as JSON values.
+    """Return the command, machine and versions of a run as values that can be stored as JSON.
 
-    No other program is run to find them.
+    No other program is executed to obtain this information.
 
     Args:
-        command: The command that started the run. Words that look like secrets are masked.
-        started: When the run started, in Unix time.
+        command: The command that started the run. Arguments that look like secrets are masked.
+        started: The Unix time at which the run started.
     """
     facts = {
         "argv": without_secrets([printable(word) for word in command]),
@@ -57,9 +57,10 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
 
 
 def _git(folder: Path) -> dict[str, str]:
-    """Return the git commit and branch of a folder, or nothing if it is not in a repository.
+    """Return the git commit and branch of a folder, or an empty dictionary if there is none.
 
-    They are read from the files in ``.git``. Finding uncommitted changes would require running git.
+    The commit and branch are read from the files in ``.git``. Finding uncommitted changes would
+    require running git.
     """
     with suppress(OSError, ValueError, LookupError):
         git = _git_directory(folder)
@@ -68,7 +69,7 @@ def _git(folder: Path) -> dict[str, str]:
         head = _text(git / "HEAD").removeprefix("ref: ")
         is_detached = _COMMIT.fullmatch(head) is not None
         commit = head if is_detached else _commit_of(git, head)
-        # Ignore anything that is not a commit hash: the file may contain arbitrary text.
+        # Ignore anything that is not a commit hash, because the file may contain arbitrary text.
         if _COMMIT.fullmatch(commit):
             return {
                 "commit": commit,
@@ -78,11 +79,12 @@ def _git(folder: Path) -> dict[str, str]:
     return {}
 
 
+# Return the git directory of the repository that contains a folder, or None.
 def _git_directory(folder: Path) -> Path | None:
     for parent in (folder, *folder.parents):
         git = parent / ".git"
         if git.is_file():
-            # In a worktree or a submodule, .git is a file with the path of the git directory.
+            # In a worktree or a submodule, .git is a file that contains the git directory's path.
             return parent / _text(git).removeprefix("gitdir: ")
         if git.exists():
             return git
@@ -90,7 +92,15 @@ def _git_directory(folder: Path) -> Path | None:
 
 
 def _commit_of(git: Path, ref: str) -> str:
-    """Return a branch's commit, from its ref file or ``packed-refs``; empty if it is not found."""
+    """Return the commit of a branch, or an empty string if the commit is not found.
+
+    Args:
+        git: The git directory.
+        ref: The full name of the branch, such as ``"refs/heads/main"``. Its commit is in the file
+            of this name or in ``packed-refs``.
+    """
+    # The git directory of a worktree names the directory that all worktrees share, which contains
+    # the branches.
     shared = git
     if (git / "commondir").exists():
         shared = git / _text(git / "commondir")
@@ -109,7 +119,7 @@ def _text(path: Path) -> str:
 def _machine() -> dict[str, Any]:
     """Return the CPU count, memory and GPUs of the machine.
 
-    They are read from kernel files, because ``nvidia-smi`` would take a second.
+    This information is read from kernel files, because running ``nvidia-smi`` would take a second.
     """
     facts: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
     with suppress(OSError, ValueError, IndexError):

@@ -1,11 +1,11 @@
-"""Find the single most likely cause for the end of an attempt.
+"""Find the single most likely cause of an attempt's end.
 
 In reading order:
 
-- ``candidate`` and ``weighing`` find possible causes in statements and rate how certain each cause
-  is. ``own_errors``, ``shadowing`` and ``error_lines`` handle special cases.
+- ``candidate`` and ``weighing`` find possible causes in statements and compute the confidence in
+  each cause. ``own_errors``, ``shadowing`` and ``error_lines`` handle special cases.
 - ``exit_signs`` and ``ends`` decide whether the attempt ended well. If it did not, they name the
-  cause that exit statuses, signals and counters suggest.
+  cause that its exit statuses, signals and counters suggest.
 - ``case`` combines these results, and ``choosing`` picks one of the causes.
 - ``doubts`` decides whether an exit status of 0 can be trusted. ``good_ends`` finds problems in a
   run that ended well, such as a loss that did not fall.

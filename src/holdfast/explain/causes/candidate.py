@@ -16,17 +16,21 @@ from holdfast.explain.signatures.signature import Family, Signature
 
 
 class Tier(IntEnum):
-    """How certain it is that a statement's failure ended its process, most certain first."""
+    """How certain it is that the failure in a statement ended its process.
+
+    A lower value is more certain.
+    """
 
     # An exception that is known to have ended its process, or the reason why a Guard stopped.
     ENDED_PROCESS = 0
     # A traceback after which the process did not continue, or a line in which the hardware, a
     # driver or the kernel reports a fatal event.
     NOT_CONTINUED = 1
-    # The last line of a traceback without the rest, or an exception that a logger printed.
+    # The last line of a traceback whose other lines are missing, or an exception that a logger
+    # printed.
     LAST_LINE = 2
-    # Any other line after which the process did not continue. Also the newest traceback out of a
-    # main module if progress lines follow it, because these may have been delayed in a buffer.
+    # Any other line after which the process did not continue. Also the newest traceback that starts
+    # in a main module if progress lines follow it, because a buffer may have delayed these lines.
     OTHER_LINE = 3
     # A warning, an exception that was caught, or a failure followed by progress. It can be the
     # cause only if there is no other candidate.
@@ -54,9 +58,10 @@ Grounds = Literal[
     "line",
     "open line",
 ]
-# For each kind of evidence, the share of verdicts with the correct cause, and the share with the
-# correct class. They were measured on failures that were not used to write the rules, except for
-# the first entry, which is an estimate. ``python -m evals.world.calibrate`` prints these numbers.
+# For each kind of evidence, the fraction of verdicts that named the correct cause, and the fraction
+# that named the correct class. Except for the first entry, which is an estimate, the fractions were
+# measured on failures that were not used to write the rules. ``python -m evals.world.calibrate``
+# prints them.
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
     "signature": (0.88, 0.98),
@@ -68,20 +73,22 @@ SHARES: dict[Grounds, tuple[float, float]] = {
     "line": (0.55, 0.89),
     "open line": (0.46, 0.0),
 }
-# Both shares are multiplied by this factor if the process continued or may have continued.
+# Both fractions are multiplied by this factor if the process continued or may have continued.
 _SHARE_OF_CAUGHT = 0.5
+# Families of failures that are often only the symptom of another failure.
 _SYMPTOMS: frozenset[Family] = frozenset(
     {"out of memory", "crash", "device", "distributed", "autograd", "numerics"}
 )
-# Families of events that no process survives. A log line about such an event counts even if the log
-# says that the run is done.
+# Families of events that no process survives. A log line that reports such an event casts doubt on
+# a good end even if the log says that the run is done.
 _DEADLY: frozenset[Family] = frozenset({"preempted", "host out of memory", "crash"})
-# Signatures with at least this rank are so general that nearly every failure could match them.
+# Signatures with at least this rank are so general that they could match almost any failure.
 GENERIC_RANK = 90
-# The rank of classes that only the type of an exception, or the library that raised it, suggests.
+# The rank of classes that are suggested only by an exception's type or by the library that raised
+# the exception.
 TYPE_RANK = 97
-# Signatures that only quote an exception or a line without a signature of its own. They suggest no
-# fix, because a fix derived only from the class is wrong as often as it is right.
+# Signatures that only quote an exception or a log line that matches no other signature. They
+# suggest no fix, because a fix derived only from the class is wrong as often as it is right.
 FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 
 
@@ -93,14 +100,15 @@ class CandidateCause:
     # The statement that matches the signature.
     statement: Statement
     tier: Tier
-    # All exceptions of the statement's chain, root cause first. A log line is a chain of one.
+    # The chain of exceptions that contains the statement, with the root cause first. For a log
+    # line, the chain contains only that line.
     chain: tuple[Statement, ...] = ()
-    # Other signatures that match the same statements, best match first.
+    # Other signatures that match statements in the chain, with the best match first.
     also: tuple[Signature, ...] = ()
 
     @property
     def is_generic(self) -> bool:
-        """Return whether the signature is so general that nearly every failure could match it."""
+        """Return whether the signature is so general that it could match almost any failure."""
         return self.signature.rank >= GENERIC_RANK
 
     @property
@@ -112,7 +120,7 @@ class CandidateCause:
     def reports_a_kill(self) -> bool:
         """Return whether a log line reports an event that no process survives.
 
-        A line that is followed by progress does not count.
+        Return False if the line is followed by progress.
         """
         kills = self.signature.family in _DEADLY or self.signature.id == endings.BUS_ERROR
         return kills and self.tier == Tier.OTHER_LINE and self.signature.role == "root"
@@ -139,16 +147,18 @@ class CandidateCause:
     def confidence(self) -> float:
         """Return the confidence in this cause, from 0 to 1.
 
-        It is based on `SHARES` and does not take other causes or the exit status into account.
+        The confidence is taken from `SHARES`, without regard to other candidates or to the exit
+        status.
         """
         share_of_causes, _ = SHARES[self.grounds]
         return share_of_causes * self._certainty_of_end()
 
     @property
     def class_confidence(self) -> float:
-        """Return the confidence in the class of this cause, from 0 to 1."""
+        """Return the confidence that the cause is in the signature's class, from 0 to 1."""
         _, share_of_classes = SHARES[self.grounds]
         return share_of_classes * self._certainty_of_end()
 
+    # Return the factor by which the confidence is reduced if the failure was caught.
     def _certainty_of_end(self) -> float:
         return _SHARE_OF_CAUGHT if self.is_caught else 1.0

@@ -12,14 +12,15 @@ from holdfast.explain.evidence import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The input from which a verdict on one attempt is made.
+    """The evidence about one attempt and the possible causes from which `choosing` picks one.
 
     Attributes:
-        evidence: The collected evidence: endings of processes, events and statements.
-        end: How the attempt ended, judged by signals, exit codes and counters.
+        evidence: The collected evidence, such as endings of processes, events and statements.
+        end: How the attempt ended, according to its signals, exit codes and counters.
         candidates: All possible causes found in statements, in the order of the statements.
-        roots: The candidates that can be the original failure, most likely first.
-        cascades: The candidates that follow from a failure elsewhere, most likely first.
+        roots: The candidates that can be the original failure, with the most likely one first.
+        cascades: The candidates that are consequences of a failure elsewhere, with the most likely
+            one first.
     """
 
     evidence: Evidence
@@ -30,17 +31,17 @@ class Case:
 
     @property
     def root(self) -> CandidateCause | None:
-        """Return the most likely root, if there is one."""
+        """Return the most likely root, or None if there is no root."""
         return self.roots[0] if self.roots else None
 
     @property
     def cascade(self) -> CandidateCause | None:
-        """Return the most likely cascade, if there is one."""
+        """Return the most likely cascade, or None if there is no cascade."""
         return self.cascades[0] if self.cascades else None
 
 
 def open_case(evidence: Evidence) -> Case:
-    """Find how an attempt ended and the possible causes, and return both with the evidence."""
+    """Determine how an attempt ended and what may have caused this, and return a `Case`."""
     end = find_end(evidence)
     candidates = find_candidates(evidence)
     by_role: dict[str, list[CandidateCause]] = {"root": [], "cascade": []}

@@ -3,7 +3,7 @@
 A rule is a function that takes a `Case` and returns a `Choice`, or None if the rule does not apply.
 The first rule that applies wins. Rules that rely on the most certain evidence come first.
 
-For problems of a run that ended well, see `good_ends`.
+`good_ends` finds problems in a run that ended well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.explain.observations import count_kernel_kills
 from holdfast.explain.signatures import WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Family, Signature
 
-# Among recorded failures in which the kernel counted an out-of-memory kill, the share in which this
-# kill was the cause.
+# Among recorded failures in which the kernel counted an out-of-memory kill, the fraction that this
+# kill caused.
 _KERNEL_KILL_CONFIDENCE = 0.93
-# Subtracted from the confidence if a signal from outside could also explain the end.
+# Subtracted from the confidence if a signal from another process could also explain the end.
 _PENALTY_FOR_A_SIGNAL = 0.15
 # Subtracted from the confidence if a failure of another family could also explain the end.
 _PENALTY_FOR_A_RIVAL = 0.1
@@ -37,7 +37,7 @@ _UNEXPLAINED_ENDS = frozenset(
 )
 # Causes that blame the kernel without evidence from its out-of-memory kill counter.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
-# Families of failures that may cause a signal to end the process.
+# Families of failures that may lead to a signal that ends the process.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
         "out of memory",
@@ -50,8 +50,8 @@ _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
         "hang",
     }
 )
-# A statement of one of these families that contains one of the words below may only report that a
-# process died, not why it died.
+# A statement in one of these families that contains one of the phrases below may only report that a
+# process died, not why.
 _FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
     {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
 )
@@ -69,9 +69,9 @@ _FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen cause, and the candidate that it comes from.
+    """The chosen cause and the candidate that it was taken from.
 
-    `candidate` is None if the cause follows from how the process ended, not from a statement.
+    `candidate` is None if the cause was inferred from how the process ended, not from a statement.
     """
 
     signature: Signature
@@ -83,7 +83,11 @@ ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
 
 
 def choose(case: Case) -> Choice:
-    """Return the choice of the first rule that applies, or "unknown" if no rule applies."""
+    """Return the choice of the first rule that applies, or "unknown" if no rule applies.
+
+    Afterwards, the choice is corrected if a memory leak was traced or if the kernel's counter rules
+    out an out-of-memory kill.
+    """
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
         # Drop candidates that only repeat another candidate with less detail.
@@ -107,18 +111,18 @@ def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
 
 
 def _drop_launcher_tables(case: Case) -> Case:
-    """Drop the failure tables that launchers print, unless there is no other cascade.
+    """Return the case without the failure tables of launchers, unless there is no other cascade.
 
-    Such a table only says that a rank failed, so a statement from a rank is more informative.
+    Such a table says only that a rank failed, so a statement printed by a rank is more informative.
     """
     others = tuple(cascade for cascade in case.cascades if cascade.signature.id != endings.LAUNCHER)
     return replace(case, cascades=others or case.cascades)
 
 
 def _drop_aborts_after_a_failure(case: Case) -> Case:
-    """Drop aborts that follow a failure or a collective timeout.
+    """Return the case without aborts if there is also another failure or a collective timeout.
 
-    A failing process often aborts itself. The abort then says nothing new about the cause.
+    A failing process often aborts itself. Such an abort says nothing new about the cause.
     """
     timed_out = any(
         cascade.signature.id == endings.COLLECTIVE_TIMEOUT and not cascade.is_caught
@@ -138,27 +142,31 @@ def _drop_aborts_after_a_failure(case: Case) -> Case:
 
 
 def ended_well(case: Case) -> Choice | None:
-    """If the attempt ended well, ignore all errors that were printed before.
+    """If the attempt ended well, choose this result and ignore all errors that were printed.
 
-    `ends` decides whether the attempt ended well, which usually means an exit code of 0.
+    `ends` decides whether an attempt ended well. Its exit code is then usually 0.
     """
     if not case.end.well or case.end.cause is None:
         return None
     if case.end.cause == WELL.id:
-        # Do not load the catalog, which takes as long as the rest of an explanation.
+        # Do not load the catalog of signatures: loading it takes as long as all other steps of
+        # `holdfast explain` together.
         return Choice(signature=WELL, confidence=case.end.confidence)
     return how_it_ended(case)
 
 
 def result_was_not_saved(case: Case) -> Choice | None:
-    """If a Guard recorded that it could not save, ignore all other errors."""
+    """If a Guard recorded that it could not save, choose this failure and ignore other errors."""
     if case.end.cause != endings.NOT_SAVED:
         return None
     return how_it_ended(case)
 
 
 def ended_without_a_failure(case: Case) -> Choice | None:
-    """If there is no exit code, trust the inferred end unless a statement shows a fatal failure."""
+    """If there is no exit status, choose the inferred end unless a statement shows a failure.
+
+    Only a failure that is likely to have ended its process counts.
+    """
     if case.end.status is not None or case.end.cause is None:
         return None
     for candidate in (*case.roots, *case.cascades):
@@ -168,7 +176,7 @@ def ended_without_a_failure(case: Case) -> Choice | None:
 
 
 def hung_or_was_stopped(case: Case) -> Choice | None:
-    """A hang or a stop request is the cause, unless a process failed before it."""
+    """Choose a hang or a stop request, unless a process failed before it."""
     began = case.end.stop_requested_at
     if case.end.hang is not None:
         began = case.end.hang.unix_seconds
@@ -180,8 +188,8 @@ def hung_or_was_stopped(case: Case) -> Choice | None:
 def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
     """If the kernel counted an out-of-memory kill, choose it unless a statement explains the end.
 
-    A statement does not explain the end if it only reports that a process died, or if it may be
-    unrelated to the end.
+    A statement does not explain the end if it only reports that a process died, or if the failure
+    that it reports may be unrelated to the end.
     """
     if case.end.well or case.end.status is None:
         return None
@@ -200,8 +208,8 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
 def failure_in_a_statement(case: Case) -> Choice | None:
     """Choose the most likely root if it explains the end better than the exit status does.
 
-    If this root only repeats another root of the same process with less detail, choose the more
-    detailed root.
+    If another root of the same process describes the same failure in more detail, choose that root
+    instead.
     """
     root = case.root
     if root is None:
@@ -216,7 +224,7 @@ def failure_in_a_statement(case: Case) -> Choice | None:
 
 
 def consequence_in_a_statement(case: Case) -> Choice | None:
-    """If no original failure was found, choose a consequence that ended the process."""
+    """If no original failure explains the end, choose a cascade that ended the process."""
     cascade = case.cascade
     if cascade is None or cascade.is_caught:
         return None
@@ -229,7 +237,7 @@ def signal_that_ended_it(case: Case) -> Choice | None:
     """If no statement explains the end, choose the signal that ended the command.
 
     A person or a scheduler usually kills the whole command. If a statement says that only one
-    process of the command was killed, the kernel is more likely to have sent the signal.
+    process of the command was killed, it is more likely that the kernel sent the signal.
     """
     if case.end.cause in (None, endings.STATUS_ONLY):
         return None
@@ -245,7 +253,7 @@ def signal_that_ended_it(case: Case) -> Choice | None:
 
 
 def weak_statement(case: Case) -> Choice | None:
-    """As a last resort, choose a statement that may not be related to the end of the process."""
+    """As a last resort, choose a statement even if it may be unrelated to the process's end."""
     candidate = case.root or case.cascade
     if candidate is None:
         return None
@@ -258,7 +266,7 @@ def weak_statement(case: Case) -> Choice | None:
 
 
 def how_it_ended(case: Case) -> Choice | None:
-    """Choose the cause that signals, exit codes and counters suggest, if there is one."""
+    """Choose the cause that the signals, exit codes and counters suggest, if any."""
     if case.end.cause is None:
         return None
     signature = all_signatures()[case.end.cause]
@@ -298,7 +306,7 @@ def _failed_before(root: CandidateCause | None, unix_seconds: float) -> bool:
 
 
 def _says_process_was_lost(root: CandidateCause) -> bool:
-    """Return whether a root only reports that a process died, not why."""
+    """Return whether a root only reports that a process died, not why it died."""
     if root.signature.family not in _FAMILIES_OF_LOST_PROCESSES:
         return False
     text = "\n".join(statement.text.lower() for statement in root.chain)
@@ -314,7 +322,10 @@ def _says_process_was_killed(candidate: CandidateCause) -> bool:
 
 
 def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> CandidateCause | None:
-    """Return another root of the same process that explains `root` in more detail, or None."""
+    """Return another root of the same process that describes the failure in more detail.
+
+    The returned candidate has the tier of `root`. Return None if there is no such root.
+    """
     for other in roots:
         if root.signature.id not in other.signature.explains:
             continue
@@ -327,15 +338,16 @@ def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> Can
 
 
 def _explains_end(root: CandidateCause, end: End) -> bool:
-    """Return whether a root explains the end better than the exit status alone."""
+    """Return whether a root explains the end better than the exit status alone does."""
     if root.is_caught or _follows_from_a_kill(root, end):
         return False
     if end.signal is None:
-        # An exit code says nothing about the cause, so any failure explains more.
+        # An exit code says nothing about the cause, so any failure is a better explanation.
         return True
     if root.tier <= Tier.NOT_CONTINUED:
         # The failure itself ended the process; the signal came later or was sent to another
-        # process. A generic failure is too vague to take precedence over an outside signal.
+        # process. A generic failure is too vague to take precedence over a signal from another
+        # process.
         return not (root.is_generic and end.signal in SIGNALS_FROM_OUTSIDE)
     if root.signature.id in _UNEXPLAINED_ENDS:
         # A line such as "Killed" only repeats the signal and must not replace a more specific
@@ -347,7 +359,7 @@ def _explains_end(root: CandidateCause, end: End) -> bool:
 
 
 def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
-    """Return whether a root is a failure that another rank reported after one rank was killed."""
+    """Return whether a root is a failure of another rank that followed the kill of one rank."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
     is_of_another_rank = root.statement.rank != end.first_rank
@@ -359,7 +371,8 @@ def _confidence_given_rivals(
 ) -> float:
     """Return the confidence in a root.
 
-    Confidence is lower if an external signal or another cause could also have ended the run.
+    The confidence is lower if a signal from another process or one of the rivals could also have
+    ended the run.
     """
     confidence = root.confidence
     explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
@@ -373,7 +386,8 @@ def _confidence_given_rivals(
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
     """Return whether another root could be the cause instead of `root`.
 
-    The other root must be at least as certain, belong to another family, and not be generic.
+    The other root must be at least as certain (see `Tier`), have a different family, and not be
+    generic.
     """
     return (
         other.tier <= root.tier
@@ -387,7 +401,7 @@ def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
 
 
 def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
-    """If memory ran out and a leak was traced, choose the leak as the cause."""
+    """Return the choice, with a traced leak as its cause if memory ran out."""
     if "memory" not in choice.signature.family:
         return choice
     for kind in ("leak", "memory_trend"):
@@ -396,7 +410,7 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
             if event.kind != kind or not isinstance(signature_id, str):
                 continue
             leak = all_signatures().get(signature_id)
-            # A leak in host memory cannot explain a lack of device memory, or the reverse.
+            # A leak of host memory cannot explain why device memory ran out, and vice versa.
             if leak is not None and leak.family == choice.signature.family:
                 confidence = choice.confidence - _PENALTY_FOR_A_LEAK
                 return replace(choice, signature=leak, confidence=confidence)
@@ -404,7 +418,10 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
 
 
 def _clear_kernel_without_kills(case: Case, choice: Choice) -> Choice:
-    """Choose "killed" instead of a kernel kill if the kernel's counter shows no kill."""
+    """Return the choice, with "killed" as its cause if the kernel was wrongly suspected.
+
+    This is the case if the kernel's out-of-memory kill counter shows no kill.
+    """
     is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
         return replace(choice, signature=all_signatures()[endings.KILLED])

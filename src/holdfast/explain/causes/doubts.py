@@ -1,7 +1,7 @@
-"""Find reasons to doubt that a run with exit status 0 really did its work.
+"""Find reasons to doubt that a run with exit status 0 completed its training.
 
-The verdict mentions the doubt of the first rule that applies. `good_ends` looks for other problems,
-such as a loss that did not fall, whether or not there is a doubt about the exit status.
+The verdict mentions the doubt that the first applicable rule returns. `good_ends` looks for other
+problems, such as a loss that did not fall, whether or not the exit status is in doubt.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.signatures import endings
 
-# A script may skip single samples and print an error line for each. If a run made no step, up to
-# this many error lines are no reason for doubt.
+# A script may skip a few samples and print an error line for each of them. If a run made no step,
+# up to this many error lines are no reason for doubt.
 _LINES_OF_SKIPPED_SAMPLES = 2
 
 
@@ -26,8 +26,9 @@ class Doubt:
     """A reason to doubt that the run ended well.
 
     Attributes:
-        words: The doubt in the words that follow "ended with status 0" in the verdict's title.
-        candidate: The candidate cause that gives rise to the doubt, or None.
+        words: The clause that follows "ended with status 0" in the verdict's title.
+        candidate: The candidate cause that raises the doubt, or None if the doubt has another
+            reason.
     """
 
     words: str
@@ -49,7 +50,7 @@ def find_doubt(case: Case) -> Doubt | None:
 
 
 def ends_with_a_traceback(case: Case) -> Doubt | None:
-    """The output ends with a traceback that may not have been caught."""
+    """Return a doubt if the output ends with a traceback that may not have been caught."""
     final = observations.final_traceback(case.evidence)
     if final is None:
         return None
@@ -61,7 +62,7 @@ def ends_with_a_traceback(case: Case) -> Doubt | None:
 
 
 def reports_a_kill(case: Case) -> Doubt | None:
-    """A log line reports an event that no process survives."""
+    """Return a doubt if a log line reports an event that no process survives."""
     for candidate in _candidates(case):
         if candidate.reports_a_kill:
             words = f"but its output says: {first_line(candidate.statement)}"
@@ -70,7 +71,10 @@ def reports_a_kill(case: Case) -> Doubt | None:
 
 
 def made_no_step(case: Case) -> Doubt | None:
-    """Errors were caught and the run made no step. Perhaps the script skipped every batch."""
+    """Return a doubt if errors were caught and the run made no step.
+
+    The script may have skipped every batch.
+    """
     if not case.evidence.made_no_step:
         return None
     errors = [
@@ -87,14 +91,14 @@ def made_no_step(case: Case) -> Doubt | None:
 
 
 def was_not_observed(case: Case) -> Doubt | None:
-    """No process of a supervised run was observed."""
+    """Return a doubt if holdfast observed none of the processes of a supervised run."""
     if not observations.was_not_observed(case.evidence):
         return None
     return Doubt(words="and none of its processes were observed")
 
 
 def log_does_not_show_training(case: Case) -> Doubt | None:
-    """A bare log contains no losses and no message that training is done."""
+    """Return a doubt if a bare log contains no losses and no message that training is done."""
     evidence = case.evidence
     if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
         return None
@@ -111,6 +115,6 @@ RULES: tuple[DoubtRule, ...] = (
 
 
 def _candidates(case: Case) -> Iterator[CandidateCause]:
-    """Yield all candidates: the roots, then the cascades, each with the most likely first."""
+    """Yield the roots and then the cascades, each group with the most likely candidate first."""
     yield from case.roots
     yield from case.cascades

@@ -1,13 +1,13 @@
-"""Decide how an attempt ended, and which cause this suggests if no statement explains it better.
+"""Decide how an attempt ended, and which cause this end suggests.
 
-The signs are exit statuses, signals, kernel counters, hangs, and the events that a Guard records
-while it closes. There are three tables of rules: one if there is no exit status, one for status 0,
-and one for a failure. In each table, the first rule that applies wins. Statements are judged in
-`weighing`.
+`choosing` uses the suggested cause if no statement offers a better explanation. This module judges
+exit statuses, signals, kernel counters, hangs, and the events that a Guard records while it closes;
+`weighing` judges statements. There are three tables of rules: for an attempt without an exit
+status, for status 0, and for a failure. In each table, the first rule that applies wins.
 
-The confidences are estimates. A sign with few other possible explanations gets a high confidence.
-Unlike the confidences in `candidate`, they were not measured, because in few of the recorded
-failures the end alone explains the cause.
+The confidences are estimates: the fewer other explanations a sign has, the higher the confidence.
+Unlike the confidences in `candidate`, they were not measured, because the cause can be inferred
+from the end alone in only a few of the recorded failures.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CAUSE_BY_SIGNAL: dict[int, str] = {
 }
 # Signals that schedulers send to warn or end a job.
 _SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
-# The exit codes of a shell if it cannot execute or cannot find a command.
+# A shell's exit codes for a command that it cannot execute (126) or cannot find (127).
 _COMMAND_NOT_EXECUTED = (126, 127)
 # Exceptions that scripts and launchers raise when they are asked to stop.
 _EXCEPTIONS_OF_A_STOP = frozenset(
@@ -58,10 +58,11 @@ _EXCEPTIONS_OF_A_STOP = frozenset(
         "SystemExit",
     }
 )
-# When the supervisor is killed, its pipes close before the sentinel notices. A script that fails in
-# between, for example because it cannot print, fails because the supervisor is gone.
+# When the supervisor is killed, its pipes close before the sentinel notices. A failure of the
+# script up to this many seconds before that, for example because it can no longer print, is assumed
+# to be caused by the loss of the supervisor.
 _SENTINEL_DELAY_SECONDS = 1.0
-# Confidence that training diverged. Recorded steps are more reliable than printed losses.
+# Confidence that training diverged. Losses in recorded steps are more reliable than printed losses.
 _CONFIDENCE_IN_RECORDED_LOSS = 0.95
 _CONFIDENCE_IN_PRINTED_LOSS = 0.8
 # Confidence in a hang if the watchdog did not record a confidence.
@@ -70,30 +71,32 @@ _DEFAULT_CONFIDENCE_IN_A_HANG = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How an attempt ended, and the cause that this suggests."""
+    """How an attempt ended, and the cause that this end suggests."""
 
-    # The id of the signature that the end suggests, or None.
+    # The id of the signature that the end suggests as the cause, or None.
     cause: str | None = None
     # The confidence in this cause if no statement explains the end better.
     confidence: float = 0.0
-    # The decisive exit status: that of the command, or of the rank that failed first.
+    # The decisive exit status: the status of the command or of the rank that failed first. None if
+    # neither is known.
     status: int | None = None
     # Whether the command ended with status 0 and none of its processes failed.
     well: bool = False
     # How the attempt ended, as a clause for the summary.
     why: str = ""
-    # The evidence for how the attempt ended.
+    # The evidence that shows how the attempt ended.
     exhibits: tuple[Exhibit, ...] = ()
-    # The hang that made the supervisor end the attempt, or None.
+    # The hang that led the supervisor to end the attempt, or None.
     hang: Event | None = None
-    # The Unix time at which the user, or another host that had ended, requested a stop.
+    # The Unix time at which the user or a Guard's script requested a stop, or at which another host
+    # or the supervisor ended. None if there was no such event.
     stop_requested_at: float | None = None
-    # The rank that failed first, according to the supervisor or a launcher.
+    # The rank that failed first, according to the supervisor or a launcher. None if unknown.
     first_rank: int | None = None
 
     @property
     def signal(self) -> int | None:
-        """Return the number of the signal that ended the attempt, or None."""
+        """Return the number of the signal that ended the attempt, or None if no signal did."""
         if self.status is None or self.status >= 0:
             return None
         return -self.status
@@ -103,7 +106,7 @@ _EndRule: TypeAlias = Callable[[ExitSigns], End | None]
 
 
 def find_end(evidence: Evidence) -> End:
-    """Return how an attempt ended."""
+    """Return how an attempt ended and the cause that this end suggests."""
     signs = collect_signs(evidence)
     if signs.status is None:
         end = _first_end(_RULES_WITHOUT_STATUS, signs)
@@ -131,7 +134,7 @@ def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
 
 
 def _still_running(signs: ExitSigns) -> End | None:
-    """A process of the run is still running."""
+    """Return an `End` if a process of the run is still running."""
     pids = signs.evidence.living_pids
     if not pids:
         return None
@@ -145,7 +148,7 @@ def _still_running(signs: ExitSigns) -> End | None:
 
 
 def _supervisor_was_killed(signs: ExitSigns) -> End | None:
-    """The sentinel noticed that the supervisor had been killed."""
+    """Return an `End` if the sentinel noticed that the supervisor had been killed."""
     loss = signs.evidence.supervisor_loss
     if loss is None:
         return None
@@ -163,7 +166,7 @@ def _supervisor_was_killed(signs: ExitSigns) -> End | None:
 
 
 def _guard_left_its_loop(signs: ExitSigns) -> End | None:
-    """A Guard closed because the script left the loop early, for an unknown reason."""
+    """Return an `End` without a cause if a Guard closed because the script left its loop early."""
     closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
         return None
@@ -175,7 +178,7 @@ def _guard_left_its_loop(signs: ExitSigns) -> End | None:
 
 
 def _guard_closed(signs: ExitSigns) -> End | None:
-    """A Guard closed after it finished or was asked to stop."""
+    """Return an `End` if a Guard closed after it finished or was asked to stop."""
     closing = signs.evidence.guard_closing
     if closing is None:
         return None
@@ -191,7 +194,7 @@ def _guard_closed(signs: ExitSigns) -> End | None:
 
 
 def _output_says_done(signs: ExitSigns) -> End | None:
-    """The last lines of the output say that training is done."""
+    """Return an `End` if the last lines of the output say that training is done."""
     if not signs.evidence.output_says_done:
         return None
     words = "its last lines say that training is done"
@@ -216,7 +219,7 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
 
 
 def _stopped_by_guard(signs: ExitSigns) -> End | None:
-    """A Guard stopped on request, and then the script ended with status 0."""
+    """Return an `End` if a Guard stopped on request and the script then ended with status 0."""
     request = observations.stop_request(signs.evidence.events)
     if request is None:
         return None
@@ -229,7 +232,7 @@ def _stopped_by_guard(signs: ExitSigns) -> End | None:
 
 
 def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
-    """The user sent a signal, and then the command ended with status 0."""
+    """Return an `End` if the user sent a signal and the command then ended with status 0."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -242,7 +245,7 @@ def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
 
 
 def _hidden_failure(signs: ExitSigns) -> End | None:
-    """A training process died, but its shell or parent ended with status 0.
+    """Return an `End` if a training process died, but its shell or parent ended with status 0.
 
     The returned `End` is empty, so that the cause is chosen from the statements.
     """
@@ -253,7 +256,7 @@ def _hidden_failure(signs: ExitSigns) -> End | None:
 
 
 def _ended_well(_: ExitSigns) -> End | None:
-    """Nothing contradicts the exit status."""
+    """Return "ended well", because nothing contradicts the exit status."""
     return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
 
 
@@ -266,7 +269,7 @@ _RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
 
 
 def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
-    """Replace a good end by a failure if the result was not saved or the training diverged."""
+    """Return a failure in place of a good end if the result was not saved or training diverged."""
     if observations.unsaved_steps(evidence) is not None:
         return replace(end, cause=endings.NOT_SAVED)
     lost = evidence.lost
@@ -285,7 +288,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
 
 
 def _hung(signs: ExitSigns) -> End | None:
-    """The supervisor ended the attempt because the processes made no progress."""
+    """Return an `End` if the supervisor ended the attempt because there was no progress."""
     hang = signs.hang
     if hang is None:
         return None
@@ -308,7 +311,7 @@ def _hung(signs: ExitSigns) -> End | None:
 
 
 def _ended_by_another_host(signs: ExitSigns) -> End | None:
-    """Another host of the run ended first, and the supervisor received no signal."""
+    """Return an `End` if another host ended first and the supervisor received no signal."""
     events = signs.evidence.events
     if any(event.kind == "signal" for event in events):
         return None
@@ -324,9 +327,9 @@ def _ended_by_another_host(signs: ExitSigns) -> End | None:
 
 
 def _stopped_on_request(signs: ExitSigns) -> End | None:
-    """A Guard stopped on request, and nothing failed after the request.
+    """Return an `End` if a Guard stopped on request and nothing failed after the request.
 
-    In this case, an exit code of the script or its launcher does not count as a failure.
+    A nonzero exit code of the script or its launcher does not count as a failure here.
     """
     evidence = signs.evidence
     request = observations.stop_request(evidence.events)
@@ -338,7 +341,7 @@ def _stopped_on_request(signs: ExitSigns) -> End | None:
 
 
 def _could_not_save(signs: ExitSigns) -> End | None:
-    """A Guard exited with the code that means that its state could not be saved."""
+    """Return an `End` if the exit code says that a Guard could not save the training state."""
     if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
     return End(
@@ -350,7 +353,10 @@ def _could_not_save(signs: ExitSigns) -> End | None:
 
 
 def _stopped_by_user(signs: ExitSigns) -> End | None:
-    """The user sent a signal. This is the cause, whatever the exit status of the command is."""
+    """Return an `End` if the user sent a signal.
+
+    The signal is the cause, whatever the exit status is.
+    """
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -367,9 +373,9 @@ def _stopped_by_user(signs: ExitSigns) -> End | None:
 
 
 def _exit_code(signs: ExitSigns) -> End | None:
-    """The command exited with a code.
+    """Return an `End` if the command ended with an exit code.
 
-    The code names the cause only if the command was never started.
+    The code reveals the cause only if the command was never started.
     """
     status = signs.status
     if status is None or status < 0:
@@ -381,9 +387,9 @@ def _exit_code(signs: ExitSigns) -> End | None:
 
 
 def _killed(signs: ExitSigns) -> End | None:
-    """SIGKILL ended the process.
+    """Return an `End` if SIGKILL ended the process.
 
-    The sender is a person, a scheduler or, for lack of memory, the kernel.
+    The signal was sent by a person, a scheduler or, if memory ran out, the kernel.
     """
     if signs.status != -signal.SIGKILL:
         return None
@@ -401,7 +407,7 @@ def _killed(signs: ExitSigns) -> End | None:
 
 
 def _ended_by_a_signal(signs: ExitSigns) -> End | None:
-    """A signal other than SIGKILL ended the process."""
+    """Return an `End` if a signal other than SIGKILL ended the process."""
     if signs.status is None or signs.status >= 0:
         return None
     return End(
@@ -435,7 +441,12 @@ def _which_signal_ended_it(signs: ExitSigns) -> str:
 
 
 def _end_of_stop(request: Event, *, status: int) -> End:
-    """Return the end of a run that stopped on request."""
+    """Return the `End` of an attempt that a Guard stopped on request.
+
+    Args:
+        request: The event that recorded the request.
+        status: The decisive exit status, or 0 if unknown.
+    """
     reason = str(request.data.get("reason", "not recorded"))
     why = f"a Guard saved and stopped on request ({reason})"
     if status:
@@ -453,9 +464,9 @@ def _end_of_stop(request: Event, *, status: int) -> End:
 
 
 def _crashed(signs: ExitSigns) -> bool:
-    """Return whether a signal that is not a stop request ended the process.
+    """Return whether the process was ended by a signal that is not a request to stop.
 
-    The process itself causes such a signal, or the kernel sends it for lack of memory.
+    Such a signal is caused by the process itself, or sent by the kernel because memory ran out.
     """
     status = signs.status
     if status is None or status >= 0:
@@ -468,8 +479,8 @@ def _crashed(signs: ExitSigns) -> bool:
 def _failed_after(evidence: Evidence, unix_seconds: float) -> bool:
     """Return whether an exception ended a process after a given Unix time.
 
-    Exceptions that are part of a requested stop do not count. Exceptions without a recorded time
-    count.
+    Exceptions that scripts and launchers raise when they are asked to stop are ignored. An
+    exception without a recorded time is assumed to have been raised after the given time.
     """
     raised = [
         statement

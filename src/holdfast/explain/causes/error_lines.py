@@ -10,7 +10,7 @@ from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
 from holdfast.explain.signatures.matching import best_kind, match_all
 
-# Words that mark a line as an error, from the most to the least certain.
+# Patterns of words that mark a line as an error, from the most to the least certain.
 _WORDS_OF_ERRORS = (
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
@@ -38,8 +38,8 @@ _WORDS_OF_ERRORS = (
         re.IGNORECASE,
     ),
 )
-# Lines that contain such words but are not errors: error counts, data, and notes about skipped
-# items.
+# Lines that contain such words without being errors: error counts, structured data, and notes about
+# skipped items.
 _NO_ERROR = re.compile(
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
     r" _]rate\b|^\s*\{"
@@ -47,13 +47,15 @@ _NO_ERROR = re.compile(
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")
-# The only message that torch prints if it continues without a GPU.
+# The start of the only message that torch prints when it continues without a GPU.
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
-# If this many lines differ only in their numbers, they report a metric whose name contains "error".
+# If at least this many lines differ only in their numbers, they report a metric whose name contains
+# a word such as "error".
 _REPEATS_OF_A_METRIC = 4
-# Only error lines within this distance of the newest error line belong to the end of the run.
+# Only error lines that precede the newest error line by at most this many lines are assumed to
+# report what ended the run.
 _CLOSE_LINES = 150
-# Kinds of unknown failures up to this `Signature.rank` can be recognized from a single line.
+# Kinds of unknown failures with at most this `Signature.rank` can be recognized from a single line.
 _LAST_SPECIFIC_RANK = 91
 
 
@@ -64,10 +66,11 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
 
     Args:
         statements: All statements of a log.
-        only_certain: Consider only the most certain words, and ignore lines that a logger printed.
+        only_certain: Whether to consider only the most certain words, and to ignore all lines that
+            a logger printed.
     """
-    # Each error line with its sort key. The line that looks most like an error has the smallest
-    # key.
+    # Each error line, preceded by its sort key. The smallest key marks the line that looks most
+    # like an error.
     error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
     for line in _possible_errors(statements, only_certain=only_certain):
         certainty = _certainty(line.text, only_certain=only_certain)
@@ -84,7 +87,7 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
 
 
 def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> Iterator[Statement]:
-    """Yield the lines after the newest exception that may report what ended the run."""
+    """Yield the lines after the newest exception that may report the failure that ended the run."""
     lines = [statement for statement in statements if statement.kind == "line"]
     frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
     exceptions = [statement for statement in statements if statement.kind == "exception"]
@@ -93,8 +96,7 @@ def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> 
         if line.position <= newest_exception or line.fatal is not None:
             continue
         if line.logged:
-            # A line that a logger printed is not the cause, unless it says that CUDA is
-            # unavailable.
+            # Ignore lines that a logger printed, except a warning that CUDA is unavailable.
             says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
             if only_certain or not says_no_cuda:
                 continue
@@ -105,7 +107,7 @@ def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> 
 def _certainty(text: str, *, only_certain: bool) -> int | None:
     """Return the index of the first pattern in `_WORDS_OF_ERRORS` that matches a line.
 
-    Return None if the line is not an error.
+    A lower index means a more certain error. Return None if the line is not an error.
     """
     if _NO_ERROR.search(text) or is_progress(text):
         return None
@@ -116,5 +118,6 @@ def _certainty(text: str, *, only_certain: bool) -> int | None:
     return None
 
 
+# Return a line with each number replaced by ``#``, to compare lines regardless of numbers.
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "#", text)

@@ -1,6 +1,6 @@
-"""Collect the signs of how an attempt ended: statuses, signals, hangs and kills by the kernel.
+"""Collect the signs that show how an attempt ended: statuses, signals, hangs and kernel kills.
 
-The rules in ``ends`` decide what these signs mean.
+The rules in ``ends`` interpret these signs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from holdfast.explain.exit_status import as_signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitSigns:
-    """The signs of how one attempt ended."""
+    """The signs that show how one attempt ended."""
 
     evidence: Evidence
     # How the command ended, or None if unknown.
     command: Ending | None
-    # How the training process that failed first ended, or None if none failed.
+    # How the training process that failed first ended, or None if no training process failed.
     first_failure: Ending | None
-    # The decisive exit status; negative for a signal.
+    # The status of the command or of the training process that failed first: an exit code, or the
+    # negated signal number. None if neither is known.
     status: int | None
-    # The hang that made the supervisor end the attempt, or None.
+    # The hang that led the supervisor to end the attempt, or None.
     hang: Event | None
     # How many processes the kernel killed for lack of memory; None if unknown.
     kernel_kills: int | None
@@ -37,7 +38,7 @@ class ExitSigns:
 
     @property
     def stop_requested_at(self) -> float | None:
-        """Return when the user's signal reached the supervisor, or None."""
+        """Return the Unix time at which the user's signal reached the supervisor, or None."""
         if self.evidence.stop_signal is None:
             return None
         for event in self.evidence.events:
@@ -47,7 +48,7 @@ class ExitSigns:
 
 
 def collect_signs(evidence: Evidence) -> ExitSigns:
-    """Return the signs of how an attempt ended."""
+    """Extract from the evidence the signs that show how an attempt ended."""
     command = _ending_of_command(evidence.endings)
     first_failure = _first_failure(evidence.endings)
     return ExitSigns(
@@ -64,23 +65,24 @@ def _ending_of_command(endings: Iterable[Ending]) -> Ending | None:
     """Return the newest record of how the whole command ended, or None if unknown."""
     command = None
     for ending in endings:
-        # An ending without a PID may also describe a trainer, if it comes from a launcher's table.
+        # An ending from a launcher's failure table has no PID either, but describes a training
+        # process.
         if ending.pid is None and ending.role != "trainer":
             command = ending
     return command
 
 
 def _first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """Return how the trainer that failed first ended, or None if no trainer failed."""
+    """Return how the first training process to fail ended, or None if none failed."""
     failed = [ending for ending in endings if ending.role == "trainer" and ending.status]
     return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
 
 
 def _decisive_status(command: Ending | None, first_failure: Ending | None) -> int | None:
-    """Return the status of the command, or of the trainer that failed first.
+    """Return the status of the command, or of the training process that failed first.
 
-    The trainer's status takes precedence if the command's status is unknown or an exit code: the
-    exit code may only say that the launcher failed.
+    The training process's status takes precedence if the command's status is unknown or a nonzero
+    exit code, because that exit code may only say that the launcher failed.
     """
     status = as_signal(command.status) if command is not None else None
     if first_failure is not None and (status is None or status > 0):
@@ -89,7 +91,7 @@ def _decisive_status(command: Ending | None, first_failure: Ending | None) -> in
 
 
 def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the hang that made the supervisor end the attempt, or None."""
+    """Return the hang that led the supervisor to end the attempt, or None."""
     if command is None or command.sent_by != "supervisor":
         return None
     hangs = [

@@ -1,7 +1,7 @@
 """Find problems in a run that ended with status 0, such as a loss that did not fall.
 
-Status 0 only means that the command completed, not that the model learned. The verdict is "ended
-well" only if the loss fell and none of the `RULES` finds a problem.
+Status 0 means only that the command completed, not that the model learned. The verdict is "ended
+well" without qualification only if none of the `RULES` finds a problem.
 
 `choosing` picks the causes of failures. `doubts` decides whether a status of 0 can be trusted.
 """
@@ -20,9 +20,9 @@ from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
-# A run has a problem if it spends at least this fraction of its step time waiting for the loader.
+# If a run spends at least this fraction of its step time waiting for the loader, that is a problem.
 _MAX_LOADER_WAIT_SHARE = 0.5
-# Confidence in problems that were measured in the loss, the step time or the memory use.
+# Confidence in problems that were found by measuring the loss, the step time or the memory use.
 _CONFIDENCE_IN_MEASUREMENTS = 0.9
 
 
@@ -32,9 +32,9 @@ class Shortfall:
 
     Attributes:
         id: The id of the problem's signature.
-        title: A short description with numbers, for the title of the verdict.
-        sentence: A sentence about the problem, for the summary of the verdict.
-        confidence: The confidence of the verdict, from 0 to 1.
+        title: A short description of the problem with numbers, used as the verdict's title.
+        sentence: A sentence about the problem for the verdict's summary.
+        confidence: The confidence in the problem, from 0 to 1.
         exhibits: The evidence for the problem.
     """
 
@@ -46,19 +46,25 @@ class Shortfall:
 
     @property
     def signature(self) -> Signature:
-        """Return the signature of the problem, with this title and the family "ended well"."""
+        """Return the problem's signature with the title of this shortfall.
+
+        The family is "ended well", because the run did not fail.
+        """
         signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
         return replace(signature, title=self.title, family="ended well")
 
 
 def find_shortfalls(evidence: Evidence) -> list[Shortfall]:
-    """Return the problems in a run that ended with status 0, most important first."""
+    """Return the problems in a run that ended with status 0, with the most important one first."""
     candidates = (rule(evidence) for rule in RULES)
     return [shortfall for shortfall in candidates if shortfall is not None]
 
 
 def loss_diverged(evidence: Evidence) -> Shortfall | None:
-    """The loss ended far above its first values. An exploded loss is a failure instead (H1617)."""
+    """Report a loss that ended far above its first values.
+
+    An exploded loss is not a shortfall but a failure (H1617).
+    """
     if evidence.lost is None or evidence.lost.exploded:
         return None
     sentence = evidence.lost.sentence()
@@ -68,7 +74,7 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
 
 
 def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
-    """The loss did not fall, or it rose a thousandfold in between."""
+    """Report a loss that did not fall, or that rose a thousandfold during the run."""
     learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
@@ -82,10 +88,10 @@ def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
 
 
 def memory_grew(evidence: Evidence) -> Shortfall | None:
-    """Memory was still growing steadily when the run ended."""
+    """Report memory that was still growing steadily when the run ended, or that leaked."""
     leak = observations.newest_leak(evidence)
     trend = observations.newest_memory_trend(evidence)
-    # A traced leak explains why memory grew. A trend only says how fast.
+    # Prefer a traced leak, which explains why memory grew. A trend only says how fast it grew.
     event = leak or trend
     if event is None:
         return None
@@ -121,7 +127,7 @@ def _title_about_trend(trend: Event) -> str:
 
 
 def waited_for_loader(evidence: Evidence) -> Shortfall | None:
-    """The steps spent at least half of their time waiting for batches."""
+    """Report steps that spent at least half of their time waiting for batches."""
     wait = evidence.loader_wait
     if wait is None or wait.share < _MAX_LOADER_WAIT_SHARE:
         return None
@@ -136,7 +142,7 @@ def waited_for_loader(evidence: Evidence) -> Shortfall | None:
 
 
 def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
-    """The loss does not show whether the run learned."""
+    """Report that the loss does not show whether the model learned."""
     learning = evidence.learning
     if learning is None or learning.outcome not in ("unclear", "rose"):
         return None
@@ -153,7 +159,8 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
     )
 
 
-# Most important first: the title of the first shortfall becomes the title of the verdict.
+# The most important rule comes first, because the title of the first shortfall becomes the title of
+# the verdict.
 RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
     loss_diverged,
     loss_did_not_fall,
@@ -164,7 +171,7 @@ RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
 
 
 def sentences(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences for the summary: one for each shortfall, and one about a loss that fell."""
+    """Yield sentences for the summary: one per shortfall, and one for a loss that fell."""
     for shortfall in find_shortfalls(evidence):
         yield shortfall.sentence
     if evidence.learning is not None and evidence.learning.outcome == "fell":

@@ -1,6 +1,6 @@
-"""Recognize holdfast's own errors in logs and recordings by the rule id that they contain.
+"""Recognize holdfast's own errors in logs and recordings by the rule ids that they contain.
 
-These errors state the problem and the fix, so no signature from the catalog is needed for them.
+These errors state the problem and the fix, so they need no signature from the catalog.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from holdfast.explain.signatures.signature import Family, Signature
 _NAMED_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _FIX_OF_ERROR = re.compile(r"^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _FIX_OF_PAGE = re.compile(r"\*\*Fix\.\*\* (.+?)(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
-# This error says that another rank failed. The other rank's own error may give more detail.
+# The id of the error which says that another rank failed. That rank's own error may give more
+# detail.
 _OTHER_RANK_FAILED = "H114"
-# Families of holdfast's errors by prefix of the rule id. The first matching prefix counts.
+# The family of a holdfast error, given a prefix of its rule id. The first matching prefix applies.
 _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
     (_OTHER_RANK_FAILED, "distributed"),
     ("H30", "storage"),
@@ -27,7 +28,8 @@ _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
     ("H5", "numerics"),
     ("H6", "loader"),
 )
-# The `Signature.rank` of holdfast's errors, which puts them before all specific signatures (70).
+# The `Signature.rank` of holdfast's errors. A lower rank takes precedence, so these errors come
+# before the specific signatures, which have rank 70.
 _SIGNATURE_RANK = 60
 
 
@@ -37,7 +39,7 @@ class OwnError:
 
     Attributes:
         statement: The statement that contains the rule id.
-        signature: A signature made from the rule, with the fix from the error message.
+        signature: A signature made from the rule's page and the fix in the error message.
     """
 
     statement: Statement
@@ -80,6 +82,7 @@ def _signature_of(rule: RulePage, statement: Statement) -> Signature:
     )
 
 
+# Return the family of a holdfast error; "user code" if no prefix matches its rule id.
 def _family_of(rule_id: str) -> Family:
     for prefix, family in _FAMILY_BY_PREFIX:
         if rule_id.startswith(prefix):
@@ -88,7 +91,7 @@ def _family_of(rule_id: str) -> Family:
 
 
 def _fix_in(text: str) -> str:
-    """Return the fix in an error message or a rule page, without line breaks."""
+    """Return the fix in an error message or a rule page on one line, or "" if there is none."""
     match = _FIX_OF_ERROR.search(text) or _FIX_OF_PAGE.search(text)
     return _in_one_line(match[1]) if match is not None else ""
 

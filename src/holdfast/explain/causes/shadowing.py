@@ -1,4 +1,7 @@
-"""Find user files that Python imported in place of a standard or library module."""
+"""Find user files that Python imported in place of a module of the same name.
+
+The intended module is part of Python's standard library or of an installed package.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from pathlib import PurePath
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
 
-# The two messages in which Python itself names the shadowing file.
+# The two Python error messages that name the shadowing file.
 _NAMED_FILE = re.compile(
     r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since"
 )
 
 
 def find_shadowing_file(raised: Statement) -> str:
-    """Return the file in the script's folder that shadows a module, or "" if there is none.
+    """Return the file that shadows a module, or "" if there is none.
 
-    Either a library imported this file instead of the module it wanted, or the file imported
-    itself.
+    The file is in the script's directory. It is recognized because a library imported it in place
+    of the intended module, or because it imported itself.
     """
     frames = _importing_frames(raised)
     for importer, imported in itertools.pairwise(frames):
@@ -33,7 +36,10 @@ def find_shadowing_file(raised: Statement) -> str:
 
 
 def _importing_frames(raised: Statement) -> list[Frame]:
-    """Return the frames that have a file, followed by a frame for the file named in the message."""
+    """Return the frames with a real file, plus a frame for the file that the message names, if any.
+
+    The added frame comes last, because the named file was imported by the innermost frame.
+    """
     frames = [frame for frame in raised.frames if not frame.file.startswith("<")]
     match = _NAMED_FILE.search(raised.text)
     if match is not None:

@@ -1,8 +1,8 @@
 """Find possible causes of a failure in statements, and order them by likelihood.
 
 Every exception is a candidate, and so is every line that matches a signature. A chain of exceptions
-yields only one candidate. A candidate's `Tier` says how certain it is that the statement's failure
-ended its process.
+yields only one candidate. A candidate's `Tier` says how certain it is that the failure ended its
+process.
 
 `ends` judges how the processes ended, and `choosing` picks one of the candidates.
 """
@@ -24,23 +24,23 @@ from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
-# An exception that matches a signature up to this `Signature.rank` (hardware, memory, device
-# asserts) counts as the root even if it was raised from another exception.
+# An exception that matches a signature with at most this `Signature.rank` (hardware, memory, device
+# asserts) is taken as the root even if it was raised from another exception.
 _STRONG_RANK = 30
-# Lines that match a signature up to this `Signature.rank` come from the kernel, a driver or a
-# scheduler, and report a hardware or memory failure that no process survives.
+# Lines that match a signature with at most this `Signature.rank` come from the kernel, a driver or
+# a scheduler, and report a hardware or memory failure that no process survives.
 _LOUD_RANK = 20
-# Tracebacks that are at most this many lines apart belong to one failure, such as the traceback of
-# a child process followed by that of its parent.
+# Tracebacks that are at most this many lines apart are assumed to report the same failure, such as
+# the tracebacks of a child process and of its parent.
 _BURST_LINES = 150
-# Exceptions that only repeat the traceback of another exception.
+# Classes of exceptions that only repeat the traceback of another exception.
 _REPETITIONS = frozenset(
     {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
 )
 
 
 def find_candidates(evidence: Evidence) -> list[CandidateCause]:
-    """Return all candidates, in the order of the statements."""
+    """Return all possible causes found in the statements, in the order of the statements."""
     candidates = []
     for chain in _chains(evidence.statements):
         candidate = _candidate_of(chain)
@@ -53,10 +53,12 @@ def find_candidates(evidence: Evidence) -> list[CandidateCause]:
 def order_candidates(
     candidates: Iterable[CandidateCause], *, first_rank: int | None
 ) -> list[CandidateCause]:
-    """Sort candidates by likelihood, most likely cause first.
+    """Return the candidates sorted by likelihood, with the most likely cause first.
 
-    The sort keys are the tier, specific before generic signatures, the rank that failed first
-    before other ranks, and the time (or the position, if not all times are known).
+    Candidates are compared by tier; then specific signatures come before generic ones, the rank
+    that failed first before other ranks, and earlier statements before later ones. Statements are
+    compared by time or, if some times are unknown, by position. Among caught failures, later
+    statements come first.
 
     Args:
         candidates: Candidates that are all roots or all cascades, in any order.
@@ -89,12 +91,15 @@ def order_candidates(
 
 
 def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
-    """Group exceptions that were raised from each other into chains, root cause first."""
+    """Group exceptions that led to one another into chains, each with the root cause first.
+
+    A log line forms a chain of its own.
+    """
     chains: list[tuple[Statement, ...]] = []
     chain: list[Statement] = []
     for statement in statements:
         chain.append(statement)
-        # Only an exception can lead to another exception, so a line always ends its chain.
+        # Only an exception can lead to another exception, so a log line always ends its chain.
         if not statement.cause or statement.kind == "line":
             chains.append(tuple(chain))
             chain = []
@@ -104,7 +109,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
 
 
 def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
-    """Return the candidate for a chain of exceptions or for a line, or None."""
+    """Return the candidate for a chain of exceptions or a log line, or None if there is none."""
     own_error = find_own_error(chain)
     if own_error is not None:
         return _candidate_of_own_error(own_error, chain)
@@ -113,6 +118,7 @@ def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
     return _shadowed_module(chain) or _known_exception(chain) or _unknown_exception(chain)
 
 
+# Return the candidate for a holdfast error that was found in a chain or in a log line.
 def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
     statement = error.statement
     if statement.fatal is False:
@@ -126,6 +132,7 @@ def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Ca
     return CandidateCause(signature=error.signature, statement=statement, tier=tier, chain=chain)
 
 
+# Return a candidate for a log line that matches a signature, or None if no signature matches.
 def _candidate_of_line(line: Statement) -> CandidateCause | None:
     matches = match_all(line)
     if not matches:
@@ -140,6 +147,7 @@ def _candidate_of_line(line: Statement) -> CandidateCause | None:
     )
 
 
+# Return the tier of a log line that matches a signature.
 def _tier_of_line(line: Statement, signature: Signature) -> Tier:
     if line.fatal is False or (line.logged and not line.fatal):
         return Tier.CAUGHT
@@ -149,7 +157,7 @@ def _tier_of_line(line: Statement, signature: Signature) -> Tier:
 
 
 def _tier_of_exception(last: Statement) -> Tier:
-    """Return the tier of a chain of exceptions, given the last exception in it."""
+    """Return the tier of a chain of exceptions, given the last exception in the chain."""
     if last.fatal is not None:
         return Tier.ENDED_PROCESS if last.fatal else Tier.CAUGHT
     if last.frames and not last.logged:
@@ -158,7 +166,7 @@ def _tier_of_exception(last: Statement) -> Tier:
 
 
 def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
-    """Return a candidate if a user file was imported in place of a module, or None."""
+    """Return a candidate if a user file shadowed the module that was to be imported, or None."""
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
@@ -174,10 +182,10 @@ def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
 
 def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
-    """Return a candidate for the exception in a chain that matches the best signature.
+    """Return a candidate for the exception in a chain that has the best matching signature.
 
-    Return None if no signature matches, or if the best signature is a cascade that may follow from
-    an earlier exception in the chain.
+    Return None if no signature matches, or if the best signature is a cascade that an earlier
+    exception in the chain may have caused.
     """
     matches_of_chain = [match_all(statement) for statement in chain]
     best_matches = [
@@ -188,8 +196,8 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
-        # Prefer roots to cascades, then specific to generic signatures, then strong failures to
-        # others, then the earliest exception in the chain.
+        # Prefer roots to cascades, then specific to generic signatures, then signatures with at
+        # most `_STRONG_RANK` to others, then earlier exceptions in the chain to later ones.
         return (
             signature.role != "root",
             signature.rank >= GENERIC_RANK,
@@ -214,7 +222,10 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 def _other_signatures(
     matches: Iterable[SignatureMatch], chosen: Signature
 ) -> tuple[Signature, ...]:
-    """Return the other matching signatures without duplicates, best match first."""
+    """Return the matching signatures except the chosen one, with the best match first.
+
+    Each signature occurs once.
+    """
     signatures: dict[str, Signature] = {}
     for match in sorted(matches, key=lambda match: match.order):
         signatures[match.signature.id] = match.signature
@@ -222,6 +233,7 @@ def _other_signatures(
     return tuple(signatures.values())
 
 
+# Return a candidate that quotes the first original exception in a chain, or None.
 def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     first = _first_original(chain)
     if first is None:
@@ -236,7 +248,7 @@ def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
 
 def _first_original(chain: Sequence[Statement]) -> int | None:
-    """Return the index of the first exception that does not merely repeat another, or None."""
+    """Return the index of the first exception that does not merely repeat another one, or None."""
     for index, statement in enumerate(chain):
         if statement.exception not in _REPETITIONS:
             return index
@@ -249,9 +261,9 @@ def _first_original(chain: Sequence[Statement]) -> int | None:
 def _unknown_error_lines(
     evidence: Evidence, candidates: Sequence[CandidateCause]
 ) -> list[CandidateCause]:
-    """Return a candidate for an error line that matches no signature.
+    """Return a list with one candidate for an error line that matches no signature.
 
-    The list is empty if there is no such line, or if the other candidates already explain the
+    The list is empty if there is no such line, or if the given candidates already explain the
     failure.
     """
     line = None
@@ -260,7 +272,7 @@ def _unknown_error_lines(
         # There is no other candidate, or only an abort, which does not explain the failure.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
     elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
-        # The exception only says that NCCL failed. A warning that NCCL printed gives the reason.
+        # The exception only says that NCCL failed. A warning printed by NCCL may give the reason.
         line = _unknown_nccl_warning(evidence.statements)
     if line is None:
         return []
@@ -279,12 +291,12 @@ def _unknown_nccl_warning(statements: Iterable[Statement]) -> Statement | None:
 
 
 def _fallback_signature(statement: Statement) -> Signature:
-    """Return a signature that quotes an exception or a line as the cause.
+    """Return a signature that quotes an exception or a log line as the cause.
 
-    The class of the cause comes from the kind of unknown failure that matches the statement. If no
-    kind matches, the class is "user code" if the exception was raised in user code, and "unknown"
-    otherwise. The signature has no fix, because a fix derived only from the class is wrong as often
-    as it is right.
+    The class of the cause comes from the kind of unknown failure that matches the statement best.
+    If no kind matches, the class is "user code" if the exception was raised in user code, and
+    "unknown" otherwise. The signature has no fix, because a fix derived only from the class is
+    wrong as often as it is right.
     """
     is_exception = statement.kind == "exception"
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
@@ -307,21 +319,24 @@ def _fallback_signature(statement: Statement) -> Signature:
 
 @dataclass(slots=True)
 class _LaterFailures:
-    """The failures of a process after the traceback that is being judged."""
+    """The failures that a rank reported after the traceback that is being judged."""
 
-    # The position of the earliest traceback that belongs to the end of the process.
+    # The position of the earliest traceback that is known to be part of the process's end.
     position: int | None = None
     # Whether these failures include a root that may have ended the process.
     include_root: bool = False
 
 
 def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
-    """Lower the tier of tracebacks that come before the traceback that ended their process.
+    """Lower the tier of tracebacks that precede the traceback that ended their process.
 
     If a process printed two tracebacks and no progress after either, the later traceback ended the
-    process. The earlier traceback belongs to the same failure only if it is close to the later one
-    and no retry or progress was printed in between. A traceback that is followed by progress can be
-    the cause only if there is no later root.
+    process. The earlier traceback reports the same failure only if it is close to the later one and
+    no retry or progress was printed in between. A traceback that is followed by progress can be the
+    cause only if no root comes after it.
+
+    Returns:
+        The candidates in the same order, with their tiers adjusted.
     """
     later_by_rank: dict[int | None, _LaterFailures] = defaultdict(_LaterFailures)
     result = []
@@ -341,6 +356,7 @@ def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[Can
     return result
 
 
+# Return the tier of a candidate, given the failures that the same rank reported after it.
 def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
     last = candidate.chain[-1]
     if candidate.tier == Tier.NOT_CONTINUED:

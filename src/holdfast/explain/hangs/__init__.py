@@ -1,9 +1,9 @@
-"""Diagnose a hang: which process is to blame, at which line, and what it is waiting for.
+"""Diagnose a hang: which process is to blame, at which line it hangs, and what it is waiting for.
 
 All functions are pure. ``supervise.watch`` inspects the processes and decides when one of them has
 made no progress for too long.
 
-Entry point: `blame.diagnose_hang`, which takes a list of `evidence.Examined`. Modules, in reading
-order: ``evidence`` (the observations about a process), ``frames`` (what a stack shows),
-``classification`` (how a single process hangs) and ``blame`` (the comparison of processes).
+The entry point is `blame.diagnose_hang`, which takes a list of `evidence.Examined`. The modules, in
+reading order, are ``evidence`` (the observations of a process), ``frames`` (the interpretation of a
+stack), ``classification`` (how a single process hangs) and ``blame`` (the comparison of processes).
 """

@@ -1,9 +1,9 @@
-"""Find the process and the line that are to blame for a hang.
+"""Find the process and the line of code that are to blame for a hang.
 
-This module answers three questions in turn: which rank do the other ranks wait for? Does that rank
-wait for a loader worker? And how does the blamed process hang (see ``classification``)?
+This module answers three questions in turn: Which rank are the other ranks waiting for? Is that
+rank waiting for a loader worker? And how does the blamed process hang (see ``classification``)?
 
-All functions are pure: their result depends only on the looks at the processes. ``supervise``
+All functions are pure: their results depend only on the observations in `Examined`. ``supervise``
 inspects the processes and decides when one of them has made no progress for too long.
 """
 
@@ -34,11 +34,11 @@ from holdfast.explain.hangs.frames import (
     waits_for_workers,
 )
 
-# What the supervisor does about a hang:
+# How the supervisor responds to a hang:
 #   wait      nothing, because the process may still finish
 #   continue  send SIGCONT to the blamed process
-#   restart   send SIGTERM to all processes, so that a guard can save if its loop still responds,
-#             then kill and restart them
+#   restart   send SIGTERM to all processes, so that a Guard can save if its loop still responds,
+#             and then kill and restart the processes
 #   end       kill all processes without a restart, because training is complete and only the
 #             shutdown hangs
 Remedy = Literal["wait", "continue", "restart", "end"]
@@ -46,21 +46,21 @@ Remedy = Literal["wait", "continue", "restart", "end"]
 KINDS: tuple[HangKind, ...] = get_args(HangKind)
 SIGNATURES_OF: dict[HangKind, str] = {kind: f"H{1401 + index}" for index, kind in enumerate(KINDS)}
 
-# A child process that reads and writes more than this counts as using one whole CPU.
+# A child process that reads and writes more than this is treated as if it used one whole CPU.
 _BUSY_BYTES_PER_SECOND = 65_536
 # A process that uses at least this fraction of a CPU is working. A waiting process wakes up a few
 # times per second and uses less than 1%.
 _WORKING_SHARE = 0.2
-# A process that hangs in one of these ways waits for another process. It is not to blame while the
-# other process works.
+# Kinds of hangs in which a process waits for another process. The waiting process is not to blame
+# while the other process is working.
 _WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
-# What idle loader workers wait for, according to the kernel.
+# The values of `ThreadLook.waits` for an idle loader worker.
 _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangDiagnosis:
-    """The explanation of a hang: the process to blame, where it hangs and how."""
+    """The explanation of a hang: the process to blame, and where and how it hangs."""
 
     # How the blamed process hangs.
     kind: HangKind
@@ -70,11 +70,12 @@ class HangDiagnosis:
     process: Examined
     # The frame in which the blamed process hangs, in user code if possible; None if unknown.
     frame: Frame | None
-    # The rank that the other ranks wait for, if there is one.
+    # The rank that the other ranks wait for, or None if there is no such rank.
     odd_one_out: int | None
     # Whether the blamed process uses CPU time or reads or writes data, so that it may still finish.
     moving: bool
-    # Whether the process waits for holdfast's loader, which replaces stuck workers without help.
+    # Whether the hang may resolve itself because the process waits for holdfast's loader, which
+    # replaces stuck workers.
     heals: bool
     # The diagnosis in words.
     sentence: str
@@ -90,24 +91,25 @@ class _Blame:
     group: tuple[Examined, ...]
     # The ranks whose processes have ended.
     gone_ranks: tuple[int, ...]
-    # The rank that the other ranks wait for, if there is one.
+    # The rank that the other ranks wait for, or None if there is no such rank.
     odd_one_out: int | None
     # The process to blame.
     process: Examined
-    # How this process hangs.
+    # How the blamed process hangs.
     hang: ProcessHang
-    # Whether this process is a loader worker.
+    # Whether the blamed process is a loader worker.
     in_worker: bool = False
 
 
 def diagnose_hang(
     processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()
 ) -> HangDiagnosis:
-    """Explain a hang: find the process to blame, where it hangs and how.
+    """Explain a hang: find the process to blame, and where and how it hangs.
 
     Args:
         processes: All inspected processes of the run.
-        suspect: The PID of the process that exceeded its time limit without progress.
+        suspect: The PID of the process that exceeded its time limit without progress. It must be
+            the PID of one of `processes`.
         gone_ranks: The ranks whose processes have ended.
     """
     noticed = next(process for process in processes if process.pid == suspect)
@@ -142,10 +144,10 @@ def diagnose_hang(
 def _find_odd_one_out(
     group: Sequence[Examined], noticed: Examined, gone_ranks: Sequence[int]
 ) -> tuple[Examined, int | None]:
-    """Return the process to examine, and the rank that the others wait for if there is one.
+    """Return the process to examine, and the rank that the others wait for, or None.
 
-    If a rank has ended, the others wait for this rank. The process that exceeded its limit is
-    examined.
+    If a rank has ended, the others wait for that rank, and the process to examine is the one that
+    exceeded its time limit.
     """
     if gone_ranks:
         return noticed, gone_ranks[0]
@@ -154,8 +156,8 @@ def _find_odd_one_out(
     odd: Examined | None
     in_collective, outside = _split_by_collective(group)
     if in_collective and outside:
-        # The ranks in a collective wait for the ranks outside. Of the ranks outside, blame
-        # the one with the least progress.
+        # The ranks in a collective wait for the ranks outside it. Among the latter, blame the rank
+        # with the fewest steps and then the rank that has made no progress for the longest time.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
     elif in_collective:
         odd = _odd_one_among_collectives(group)
@@ -182,10 +184,10 @@ def _split_by_collective(
 
 
 def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
-    """Return the odd one out if all processes wait in collectives.
+    """Return the process that the others wait for if all processes wait in collectives.
 
-    It is a process that is behind the others or waits in another collective. Return None if there
-    is no such process.
+    This is a process that is behind the others or waits in a different collective. Return None if
+    there is no such process.
     """
     in_guard = [process for process in group if call_of_guard(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
@@ -196,14 +198,17 @@ def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
     rarest = min(counts.values())
     rare = [process for process in group if counts[_place(process)] == rarest]
     if len(rare) == len(group):
-        # All places are equally rare, for example with two ranks. Blame the rank that called a
-        # collective explicitly instead of in the backward pass.
+        # All lines are equally rare, for example with two ranks. Blame a rank that called a
+        # collective explicitly, not in the backward pass.
         rare = [process for process in group if not is_in_backward(process)]
     return rare[0] if 0 < len(rare) < len(group) else None
 
 
 def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
-    """Return a process in the rarest phase if the phases differ and no stacks are known."""
+    """Return a process in the rarest phase, or None.
+
+    Return None if all processes are in the same phase, or if the stack of any process is known.
+    """
     if any(process.last.main.frames for process in group):
         return None
     counts = Counter(process.phase for process in group)
@@ -213,7 +218,7 @@ def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
 
 
 def _place(process: Examined) -> tuple[str, int]:
-    """Return the position of a process in user code as a file and a line; ("", 0) if unknown."""
+    """Return the file and line of user code that a process is executing; ("", 0) if unknown."""
     frame = user_frame(process.last.main.frames)
     return ("", 0) if frame is None else (frame.file, frame.line)
 
@@ -226,7 +231,11 @@ def _steps_differ(group: Iterable[Examined]) -> bool:
 
 
 def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """If the blamed process waits for its loader, blame a stuck worker or a lost batch instead."""
+    """Blame a stuck loader worker or a lost batch if the blamed process waits for its loader.
+
+    Return the blame unchanged if the process does not wait for its loader, or if no worker is stuck
+    and no batch was lost.
+    """
     trainer = blame.process
     if blame.hang.kind == "stopped" or not waits_for_workers(trainer):
         return blame
@@ -249,7 +258,7 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame
 def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
     """Return the busy loader worker to blame, or None if no worker is busy.
 
-    A stopped or blocked worker is preferred to a worker that computes.
+    A stopped worker is preferred to a blocked worker, and a blocked worker to one that computes.
     """
     workers = [process for process in processes if _is_worker_of(process, trainer)]
     busy = [worker for worker in workers if _is_busy(worker)]
@@ -258,12 +267,14 @@ def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Exam
     return min(busy, key=_order_of_suspicion, default=None)
 
 
+# Return whether a process is a loader worker that the trainer started.
 def _is_worker_of(process: Examined, trainer: Examined) -> bool:
     if process.ppid != trainer.pid:
         return False
     return process.role == "loader worker" or is_in_worker_loop(process.last.main.frames)
 
 
+# Return whether a loader worker is stopped, or its stack shows that it is not idle.
 def _is_busy(worker: Examined) -> bool:
     if is_stopped(worker):
         return True
@@ -279,7 +290,11 @@ def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
 
 
 def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """Classify the blamed process as slow, not stuck, if it waits for a child that is working."""
+    """Classify the blamed process as slow, not stuck, if it waits for a child that is working.
+
+    Return the blame unchanged if the process does not wait for another process, or if none of its
+    descendants is working.
+    """
     if blame.hang.kind not in _WAITS_FOR_PROCESSES:
         return blame
     if _work_of_descendants(processes, blame.process) < _WORKING_SHARE:
@@ -295,9 +310,9 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
 
 
 def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
-    """Return how many CPUs all descendants of a process use together.
+    """Return the number of CPUs that all descendants of a process use in total.
 
-    A descendant that reads or writes much data counts as using one more CPU.
+    A descendant that reads or writes a lot of data is counted as using one more CPU.
     """
     children: dict[int, list[Examined]] = {}
     for process in processes:
@@ -317,7 +332,7 @@ def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> f
 
 
 def describe_frame(frame: Frame | None) -> str:
-    """Return ``file:line in function`` without control characters, or "" if there is no frame."""
+    """Return a frame as ``file:line in function`` without control characters; "" for None."""
     if frame is None:
         return ""
     return f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
@@ -345,6 +360,7 @@ def _describe(blame: _Blame) -> str:
     return " ".join(sentences)
 
 
+# Return a sentence that says for how long, and at which step, a process made no progress.
 def _lack_of_progress(process: Examined) -> str:
     who = f"Process {process.pid}"
     if process.rank is not None:
@@ -358,9 +374,9 @@ def _lack_of_progress(process: Examined) -> str:
 
 
 def _different_calls(group: Sequence[Examined]) -> str:
-    """Return a sentence if one rank waits in a guard call and another rank in a collective.
+    """Return a sentence if one rank waits in a Guard call and another rank in a collective.
 
-    In this case, neither call will ever return.
+    In this situation, neither call will ever return. In any other situation, return "".
     """
     in_guard = next((process for process in group if call_of_guard(process) is not None), None)
     in_collective = next(
@@ -376,7 +392,7 @@ def _different_calls(group: Sequence[Examined]) -> str:
 
 
 def _subject(blame: _Blame) -> str:
-    """Return the subject of the last sentence, which is about the blamed process."""
+    """Return the subject of the diagnosis's last sentence, which is about the blamed process."""
     process = blame.process
     is_noticed = process.pid == blame.noticed.pid
     is_odd_one = (

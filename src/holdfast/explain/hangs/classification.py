@@ -1,7 +1,7 @@
 """Classify how a process hangs: what it waits for, or where it computes without making progress.
 
-The classification uses the process's stacks, its CPU time, and the kernel's information about what
-it waits for. ``blame`` compares processes with each other.
+The classification uses the stacks of the process, its CPU time, and what the process waits for
+according to the kernel. ``blame`` compares processes with each other.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ HangKind = Literal[
 ]
 
 # A process computes if it uses at least this fraction of a CPU. A waiting process uses less than
-# 1%, and a computing process that shares a CPU with another process uses half of the CPU.
+# 1%, and a computing process that shares a CPU with one other process uses half of the CPU.
 _COMPUTING_SHARE = 0.5
-# A lower limit for a thread that was running at every look, because it may compete with others for
-# a CPU.
+# The limit for a thread that was running at every look. It is lower, because the thread may compete
+# with several others for a CPU.
 _STARVED_SHARE = 0.05
-# Above these limits, a process that mostly waits still makes progress, for example when it reads
-# from a slow disk.
+# A process that mostly waits is still making progress if it exceeds one of these limits, for
+# example because it reads from a slow disk.
 _SLOW_SHARE = 0.02
 _SLOW_BYTES_PER_SECOND = 65_536
 
@@ -78,9 +78,9 @@ class ProcessHang:
     kind: HangKind
     # The confidence in `kind`, from 0 to 1.
     confidence: float
-    # The frame to blame, or None if unknown.
+    # The frame at which the process hangs, or None if unknown.
     frame: Frame | None
-    # A predicate for a sentence whose subject is the process, such as "waits for a file".
+    # What the process does, as the predicate of a sentence about it, such as "waits for a file".
     activity: str
     # Whether the process uses CPU time or reads or writes data, so that it may still finish.
     moving: bool = False
@@ -90,7 +90,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
     """Return how a process hangs.
 
     Args:
-        process: The process.
+        process: The observations of the process.
         group_size: The number of watched processes that train together; 0 if no process is watched.
     """
     if is_stopped(process):
@@ -103,7 +103,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         )
     call = call_of_guard(process)
     if call is not None:
-        # This comes first because the guard polls while it waits, which would look like work.
+        # This check comes first because a Guard polls while it waits, which looks like computing.
         return ProcessHang(
             kind="collective",
             confidence=0.9,
@@ -122,7 +122,7 @@ def is_stopped(process: Examined) -> bool:
 
 
 def thread_to_blame(process: Examined) -> ThreadLook:
-    """Return the main thread, or the thread that the main thread waits for."""
+    """Return the thread that explains the hang: the main thread or one that it waits for."""
     main = process.last.main
     called = called_by_user(main.frames)
     joins = any_file_matches(THREADS, called) or any_file_matches(BACKWARD, called)
@@ -134,28 +134,30 @@ def thread_to_blame(process: Examined) -> ThreadLook:
         if not thread.main and any(is_user_code(frame) for frame in thread.frames)
     ]
     if not joins:
-        # A sleeping thread, such as a heartbeat, is not the thread that feeds the queue.
+        # The main thread waits for a queue. A sleeping thread, such as a heartbeat, is not the
+        # thread that fills this queue.
         others = [thread for thread in others if thread.waits != "sleep"]
     return min(others, key=lambda thread: thread.waits == "sleep", default=main)
 
 
 class _BlamedThread:
-    """The thread to blame in a process, with the properties that decide how it hangs."""
+    """The thread to blame in a process, with the properties from which its hang is classified."""
 
     def __init__(self, process: Examined, thread: ThreadLook, group_size: int) -> None:
         self.process = process
         self.newest = thread
         self.group_size = group_size
-        # The state of this thread at each look at which it existed, oldest first.
+        # The state of this thread at each look at which the thread existed, oldest first. The main
+        # thread is matched without its id, which may be unknown.
         self.looks = [
             look
             for looks in process.looks
             for look in looks.threads
             if look.main == thread.main and (thread.main or look.tid == thread.tid)
         ]
-        # The thread's stack at each look at which it is known.
+        # The thread's stack at each look at which the stack is known, oldest first.
         self.stacks = [frames_since_fork(look.frames) for look in self.looks if look.frames]
-        # The frames that the user's code called, at the newest look.
+        # The frames that user code has called, at the newest look.
         self.called = called_by_user(thread.frames)
 
     @property
@@ -167,7 +169,8 @@ class _BlamedThread:
     def waits(self) -> Waits:
         """What the thread waits for, according to the kernel.
 
-        A process in uninterruptible sleep is assumed to wait for a file if nothing more is known.
+        A process in uninterruptible sleep is assumed to wait for a file unless the kernel reports
+        something more specific.
         """
         waits = self.newest.waits
         if self.process.last.state == _UNINTERRUPTIBLE and waits in ("", "device"):
@@ -176,9 +179,10 @@ class _BlamedThread:
 
     @property
     def is_computing(self) -> bool:
-        """Whether this thread computes.
+        """Whether the thread computes.
 
-        The CPU time of the process is not enough to decide this: another thread may have used it.
+        The CPU time of the process alone does not show this, because another thread may have used
+        the CPU.
         """
         running = [look.waits == "running" for look in self.looks if look.waits]
         if not running:
@@ -190,14 +194,19 @@ class _BlamedThread:
     def holds_interpreter_lock(self) -> bool:
         """Whether the thread held the GIL at every look.
 
-        A thread that waits in Python code would have released the GIL.
+        A thread that waits in Python code would have released the GIL. At least two looks are
+        needed.
         """
         observations = [look.holds_gil for look in self.looks if look.holds_gil is not None]
         return len(observations) > 1 and all(observations)
 
     @cached_property
     def common_frame(self) -> Frame | None:
-        """The innermost frame in user code that all stacks share, as it is in the newest stack."""
+        """The innermost user frame that all stacks share, with its line in the newest stack.
+
+        If the stacks share no user frame, this is the frame to show for the newest stack. None if
+        no stack is known.
+        """
         if not self.stacks:
             return None
         newest = self.stacks[-1]
@@ -208,14 +217,14 @@ class _BlamedThread:
             if is_user_code(frame):
                 common = frame
             if any(stack[depth].line != frame.line for stack in self.stacks):
-                # The deeper frames were called from different lines, so the stacks differ from
-                # here.
+                # The next frames were called from different lines, so the stacks have no deeper
+                # frame in common.
                 break
         return common if common is not None else user_frame(newest)
 
 
 def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
-    """Return whether a stack has the same function as `frame` at this depth, on any line."""
+    """Return whether a stack is in the same function as `frame` at the given depth, on any line."""
     if len(stack) <= depth:
         return False
     other = stack[depth]
@@ -226,7 +235,7 @@ def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
 
 
 def _computing(thread: _BlamedThread) -> ProcessHang:
-    """Classify the hang of a thread that computes, or that polls, which looks the same."""
+    """Classify the hang of a thread that computes or polls, which cannot be told apart."""
     stacks = thread.stacks
     native = thread.process.native
     if not stacks:
@@ -243,7 +252,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
     if thread.stack_is_constant and _may_poll_the_gpu(thread):
         return _waiting_for_the_gpu(thread)
     if thread.stack_is_constant and native != ():
-        # If there is no native stack, this may also be a Python loop on a single line.
+        # Without a native stack, the thread may also be in a Python loop on a single line.
         where = f" ({clean(native[0])})" if native else " or in a loop on one line"
         return ProcessHang(
             kind="native code",
@@ -266,8 +275,8 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
 def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
     """Return whether CUDA may be waiting for the GPU in a busy loop.
 
-    The native stack shows this. If there is none, any process that uses a GPU may be waiting for
-    it.
+    The native stack shows this. If there is no native stack, any process that uses a GPU may be
+    waiting for it.
     """
     native = thread.process.native
     if any_file_matches(CUDA, called_by_user(thread.stacks[-1])):
@@ -315,7 +324,7 @@ def _looping(thread: _BlamedThread) -> ProcessHang:
 
 
 def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
-    """A process that mostly waits but keeps doing some work is slow, not stuck."""
+    """Return "merely slow" for a process that mostly waits but still does some work, or None."""
     process = thread.process
     transfers = process.io_rate >= _SLOW_BYTES_PER_SECOND
     stack_moves = len(set(thread.stacks)) > 1
@@ -331,7 +340,7 @@ def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
 
 
 def _blocked(thread: _BlamedThread) -> ProcessHang:
-    """Classify the hang of a thread that only waits."""
+    """Classify the hang of a thread that waits and does no work."""
     way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
     if not thread.newest.main:
@@ -346,20 +355,25 @@ def _blocked(thread: _BlamedThread) -> ProcessHang:
 
 @dataclass(frozen=True, slots=True)
 class _WayOfWaiting:
-    """A way of waiting, and the conditions for it. All conditions that are set must hold."""
+    """A way in which a thread can wait, and the conditions under which it is recognized.
+
+    All conditions that are set must hold.
+    """
 
     kind: HangKind
     confidence: float
     activity: str
-    # The user's code has called a function in a file that matches this pattern.
+    # Condition: user code has called a function in a file that matches this pattern.
     calls: re.Pattern[str] | None = None
-    # The kernel reports that the thread waits for this.
+    # Condition: the kernel reports that the thread waits for this.
     waits: Waits | None = None
-    # The kernel does not report that the thread waits for this.
+    # Condition: the kernel does not report that the thread waits for this.
     waits_not: Waits | None = None
+    # Condition: the thread held the GIL at every look.
     holds_interpreter_lock: bool = False
+    # Condition: the process uses a GPU.
     uses_gpu: bool = False
-    # Several processes train together.
+    # Condition: several processes train together.
     in_group: bool = False
 
     def fits(self, thread: _BlamedThread) -> bool:
@@ -377,8 +391,8 @@ class _WayOfWaiting:
         return not self.in_group or thread.group_size > 1
 
 
-# The first entry that fits wins. If both are conclusive, frames take precedence over the kernel's
-# information. The last entries are for systems that hide this information.
+# The first entry that fits wins. Conditions on frames take precedence over the kernel's report if
+# both are conclusive. The last entries are for systems on which the kernel reports nothing.
 _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
     _WayOfWaiting("collective", 0.9, "waits in a collective", calls=COLLECTIVE),
     _WayOfWaiting("collective", 0.9, "waits in a collective", calls=BACKWARD, in_group=True),

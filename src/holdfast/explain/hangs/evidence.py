@@ -1,11 +1,11 @@
-"""Records of a process that makes no progress: its stacks and what the kernel reports about it.
+"""Observations of a process that makes no progress: its stacks and what the kernel reports.
 
 A process is usually inspected twice, about a second apart, to see whether anything changes. Each
-inspection is called a look. ``supervise`` takes the looks, and ``classification`` and ``blame``
-judge them.
+inspection is called a look. ``supervise`` performs the looks, and ``classification`` and ``blame``
+interpret them.
 
 The names in these records come from an untrusted process. `clean` removes control characters from
-them. Code that displays a name must also escape it.
+a name, but code that displays the name must also escape it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONGEST_NAME = 300
 _READS = ("read", "readv")
 _WRITES = ("write", "writev")
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
-# For each thing that a thread can wait for, the system calls in which it waits.
+# For each thing that a thread can wait for, the system calls in which the thread waits for it.
 _SYSTEM_CALLS: dict[Waits, str] = {
     "futex": "futex futex_waitv",
     "sleep": "nanosleep clock_nanosleep",
@@ -60,8 +60,9 @@ _WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
     for waits, system_calls in _SYSTEM_CALLS.items()
     for system_call in system_calls.split()
 }
-# For each thing that a thread can wait for, a pattern for the kernel functions in which it waits,
-# as named by ``/proc/<pid>/wchan`` on Linux 5.10 to 6.18. The first pattern that matches wins.
+# For each thing that a thread can wait for, a pattern for the kernel functions in which the thread
+# waits for it, as named by ``/proc/<pid>/wchan`` on Linux 5.10 to 6.18. The first pattern that
+# matches wins.
 _KERNEL_FUNCTIONS: dict[Waits, str] = {
     "futex": "futex",
     "sleep": "nanosleep|hrtimer",
@@ -81,17 +82,18 @@ _KERNEL_FUNCTIONS: dict[Waits, str] = {
 
 
 def clean(text: str) -> str:
-    """Return a name without control characters, cut to a readable length."""
+    """Return a name without control characters, truncated to a readable length."""
     return sanitise(text, most=_LONGEST_NAME)
 
 
 def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
-    """Return what a thread waits for.
+    """Return what a thread waits for, or "" if unknown.
 
     Args:
-        syscall: The system call that the thread is in, ``"running"`` if it is not in a system call,
-            or empty if unknown.
-        channel: The kernel function in which the thread sleeps, as in ``/proc/<pid>/wchan``.
+        syscall: The name of the system call that the thread is in, ``"running"`` if the thread is
+            not in a system call, or empty if unknown.
+        channel: The kernel function in which the thread sleeps, as named by
+            ``/proc/<pid>/wchan``.
         target: The file, pipe or socket that was passed to the system call, as named by
             ``/proc/<pid>/fd``.
         library: The executable or shared library that made the system call.
@@ -100,8 +102,8 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
         return "running"
     if syscall == "futex" and _OPENMP.search(library):
         return "openmp"
-    # The target of a read or write says more than the kernel function. A path is an exception,
-    # because it may belong to a named pipe.
+    # The target of a read or write call is more informative than the kernel function, unless the
+    # target is a path, which may be that of a named pipe.
     transferred = _transferred(syscall, target)
     if transferred not in ("", "file"):
         return transferred
@@ -109,7 +111,7 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
 
 
 def _transferred(syscall: str, target: str) -> Waits:
-    """Return what a read or write call waits for, judged by its target.
+    """Return what a read or write call waits for, inferred from the call's target.
 
     Return "" for any other system call, or if the target is unknown.
     """
@@ -122,6 +124,7 @@ def _transferred(syscall: str, target: str) -> Waits:
     return "file" if target.startswith("/") else ""
 
 
+# Return what a thread that sleeps in a kernel function waits for, or "" if unknown.
 def _waits_of_kernel_function(name: str) -> Waits:
     if name:
         for waits, pattern in _KERNEL_FUNCTIONS.items():
@@ -140,12 +143,12 @@ class ThreadLook:
     name: str = ""
     # Whether this is the main thread.
     main: bool = False
-    # The Python frames, innermost last.
+    # The Python frames, with the innermost frame last.
     frames: tuple[Frame, ...] = ()
     # Whether the thread holds the GIL; None if unknown.
     holds_gil: bool | None = None
     waits: Waits = ""
-    # The file, pipe or socket that the thread waits for; empty if it waits for anything else.
+    # The file, pipe or socket that the thread waits for; empty if it waits for something else.
     target: str = ""
 
 
@@ -155,7 +158,7 @@ class ProcessLook:
 
     # The time of the look, in seconds on the monotonic clock.
     seconds: float
-    # Where the stacks come from: "py-spy", "faulthandler", or "/proc" (which has no stacks).
+    # The source of the stacks: "py-spy", "faulthandler", or "/proc", which provides no stacks.
     source: str = "/proc"
     # The state letter in ``/proc/<pid>/stat``.
     state: str = "S"
@@ -163,7 +166,7 @@ class ProcessLook:
     cpu_seconds: float = 0.0
     # The number of bytes that the process has read and written so far; 0 if unknown.
     io_bytes: int = 0
-    # The threads of the process, main thread first.
+    # The threads of the process, with the main thread first.
     threads: tuple[ThreadLook, ...] = ()
 
     @property
@@ -184,7 +187,7 @@ class Examined:
     # A `ProcessInfo.role`, or "unobserved" for a process without an observer.
     role: str = "other"
     rank: int | None = None
-    # The phase in words, such as "data wait"; empty if the process does not publish a phase.
+    # The name of the current phase, such as "data wait"; empty if the process publishes no phase.
     phase: str = ""
     # How many steps the process has completed.
     step: int = 0
@@ -194,8 +197,8 @@ class Examined:
     judged: bool = False
     # The looks at the process, oldest first.
     looks: tuple[ProcessLook, ...] = ()
-    # The native functions that the innermost Python frame of the main thread called, innermost
-    # first. None if no native stack was taken.
+    # The native functions called by the innermost Python frame of the main thread, with the
+    # innermost function first. None if no native stack was taken.
     native: tuple[str, ...] | None = None
     # Whether the process has the device file of a GPU open.
     uses_gpu: bool = False
@@ -212,9 +215,10 @@ class Examined:
 
     @property
     def io_rate(self) -> float:
-        """Return the bytes per second read and written between the first and last look."""
+        """Return the bytes read and written per second between the first and last look."""
         return self._rate(lambda look: float(look.io_bytes))
 
+    # Return the increase in an amount per second between the first and last look.
     def _rate(self, amount: Callable[[ProcessLook], float]) -> float:
         if len(self.looks) < 2:
             return 0.0

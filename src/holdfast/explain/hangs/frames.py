@@ -1,7 +1,7 @@
-"""Find out from a stack which code a process is in, such as user code, the loader or a collective.
+"""Determine from a stack what a process is executing, such as the loader or a collective.
 
-Frames are ordered from outermost to innermost. ``classification`` combines the stack with CPU time
-and with the kernel's information about what the process waits for.
+Frames are ordered from outermost to innermost. ``classification`` combines the stack with the
+process's CPU time and with the kernel's report on what the process waits for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.evidence import Examined, clean
 
-# Each pattern is matched against the file of a frame.
+# Each of these patterns is searched for in the file of a frame.
 TORCH = re.compile(
     r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)"
 )
@@ -42,16 +42,16 @@ _GUARD_WAIT = re.compile(r"/holdfast/guard/ranks/(?:messages|tape)\.py$")
 _GUARD_CALL = re.compile(r"/holdfast/guard/(?:guard|hosted)\.py$")
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$|/holdfast/loader/(?:\w+/)*\w+\.py$")
 _IDLE_WORKER = re.compile(r"/(?:queues|connection|selectors)\.py$")
-# Matched against a frame's file and function, joined by a colon.
+# This pattern is searched for in a frame's file and function, joined by a colon.
 _FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")
 
-# Guard functions that have another name in the stack than in the user's script.
+# Guard functions whose name in the stack differs from the name in the user's script.
 _NAMES_OF_GUARD_CALLS = {
     "__init__": "Guard(...)",
     "_loop": "guard.batches",
     "__exit__": "guard.close",
 }
-# If the stack of a process is unknown, it may be waiting for batches in these phases.
+# A process whose stack is unknown is assumed to wait for a batch if it is in one of these phases.
 _PHASES_OF_WAITING = ("data wait", "evaluation", "end of epoch")
 
 
@@ -63,7 +63,7 @@ def any_file_matches(pattern: re.Pattern[str], frames: Sequence[Frame]) -> bool:
 def frames_since_fork(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the frames that were called since the process was forked.
 
-    The outer frames, which are left out, show where the parent started this process.
+    The outer frames, which only show where the parent process started this process, are omitted.
     """
     for index in reversed(range(len(frames))):
         frame = frames[index]
@@ -75,12 +75,12 @@ def frames_since_fork(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the frame to show to the user.
+    """Return the frame of a stack that is most useful to the user.
 
     Returns:
-        The innermost frame in the user's code or, if there is none, in an installed package other
-        than torch. If there is no such frame, the innermost frame of the stack. None for an empty
-        stack.
+        The innermost frame in user code or, if there is none, the innermost frame in an installed
+        package other than torch. If there is no such frame either, the innermost frame of the
+        stack. None for an empty stack.
     """
     frames = frames_since_fork(frames)
     for frame in reversed(frames):
@@ -93,7 +93,10 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the frames that the innermost frame in user code has called."""
+    """Return the frames that were called from the innermost frame in user code.
+
+    Return all frames if none of them is in user code.
+    """
     frames = frames_since_fork(frames)
     for index in reversed(range(len(frames))):
         if is_user_code(frames[index]):
@@ -102,12 +105,12 @@ def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def shortened(frame: Frame) -> str:
-    """Return a frame as text for a sentence, such as ``"model.py:12 in forward"``."""
+    """Return a frame as text without its directory, such as ``"model.py:12 in forward"``."""
     return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
 
 
 def is_idle_worker(process: Examined) -> bool:
-    """Return whether a process is a loader worker that waits for work."""
+    """Return whether a process is a loader worker that is waiting for work."""
     frames = frames_since_fork(process.last.main.frames)
     if not is_in_worker_loop(frames) or _makes_a_batch(frames):
         return False
@@ -115,12 +118,12 @@ def is_idle_worker(process: Examined) -> bool:
 
 
 def is_in_worker_loop(frames: Sequence[Frame]) -> bool:
-    """Return whether a stack belongs to a worker of torch's or holdfast's loader."""
+    """Return whether a stack is that of a worker of torch's or holdfast's loader."""
     return any("_worker_loop" in frame.function for frame in frames)
 
 
 def waits_for_workers(process: Examined) -> bool:
-    """Return whether a process waits for a batch from a loader worker."""
+    """Return whether a process waits for a batch that a loader worker is to deliver."""
     frames = process.last.main.frames
     if not frames:
         return process.phase in _PHASES_OF_WAITING
@@ -129,15 +132,16 @@ def waits_for_workers(process: Examined) -> bool:
 
 
 def _makes_a_batch(frames: Sequence[Frame]) -> bool:
-    """Return whether the process is loading the samples of a batch.
+    """Return whether a stack shows that a process is loading the samples of a batch.
 
-    Unpacking a batch that a worker has sent does not count: it is part of waiting for the worker.
+    Unpacking a batch that a worker has sent does not count, because it is part of waiting for the
+    worker.
     """
     return any(_FETCH.search(f"{frame.file}:{frame.function}") for frame in frames)
 
 
 def has_own_loader(process: Examined) -> bool:
-    """Return whether the process waits for a batch from holdfast's loader, not from torch's."""
+    """Return whether the main thread is in the code of holdfast's loader, not torch's."""
     return any("/holdfast/loader/" in frame.file for frame in process.last.main.frames)
 
 
@@ -151,9 +155,9 @@ def is_in_backward(process: Examined) -> bool:
 
 
 def call_of_guard(process: Examined) -> str | None:
-    """Return the guard call in which a process waits for other ranks, or None if it does not wait.
+    """Return the Guard call in which a process waits for other ranks, or None if there is none.
 
-    For example, ``"guard.validated"``.
+    An example of a returned call is ``"guard.validated"``.
     """
     called = called_by_user(process.last.main.frames)
     if not any_file_matches(_GUARD_WAIT, called):
@@ -167,9 +171,9 @@ def call_of_guard(process: Examined) -> str | None:
 
 
 def collective_called(process: Examined) -> str | None:
-    """Return the ``torch.distributed`` function in which user code waits, or None.
+    """Return the name of the ``torch.distributed`` function that user code called, or None.
 
-    For example, ``"barrier"``.
+    An example of a returned name is ``"barrier"``.
     """
     for frame in called_by_user(process.last.main.frames):
         if _C10D_WRAPPER.search(frame.file):

@@ -1,8 +1,8 @@
 """Read a log of any size in one pass with bounded memory, and keep only the lines that matter.
 
-The beginning and the end of the log are kept. From the middle, each line with an error word (see
-``words.txt``) is kept together with the lines around it. Line numbers start at 1, as in an editor.
-``text`` interprets the lines.
+The beginning and the end of the log are kept. From the middle, only the lines that contain an error
+word (see ``words.txt``) are kept, together with a few lines before and after each of them. Line
+numbers start at 1, as in an editor. ``text`` interprets the lines.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from importlib import resources
 from typing import NamedTuple, Protocol
 
 _CHUNK_BYTES = 1 << 16
-# Memory limits for the kept lines. The overhead is the size of the Python object for a line.
+# Memory limits for the lines that are kept from the beginning of the log, from its end, and from
+# its middle (the first and the newest hits). A hit is a line with an error word. The overhead is
+# the size of the Python object for a line.
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
 _OVERHEAD_OF_A_LINE_BYTES = 64
-# A line longer than twice this size is cut in the middle: this many bytes are kept at each end.
+# Only this many bytes at each end of a line are kept. The middle of a longer line is omitted.
 _HALF_LINE_BYTES = 1 << 14
 # How many lines are kept before and after a hit, because a message may have several lines.
 _LINES_BEFORE = 2
 _LINES_AFTER = 12
 _LINES_AFTER_TRACEBACK = 300
-# Lines that differ only in digits count as hits at most this many times.
+# Of lines that differ only in digits, at most this many are hits.
 _MAX_REPEATS = 40
-# This many distinct lines are remembered to count repeats. Any further distinct line always counts.
+# Repetitions are counted for this many distinct lines. All other lines with an error word are hits.
 _MAX_DISTINCT_LINES = 10_000
+# How many bytes at the beginning of two lines are compared to find repetitions.
 _COMPARED_BYTES = 120
 
-# The error words in lower case. `bytes.find` quickly skips blocks without any of these words. The
-# variants of "inf" are defined here because the word file cannot contain spaces and line ends.
+# The error words in lower case. With `bytes.find`, blocks that contain none of these words are
+# skipped quickly. The variants of "inf" are defined here because an entry in the word file cannot
+# contain spaces or line terminators.
 _WORD_FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
 _INFINITE = (b" inf,", b" inf ", b" inf\n", b" inf\r")
 _WORDS = (*_WORD_FILE.read_text("utf-8").encode().split(b"\n")[:-1], *_INFINITE)
@@ -45,7 +49,7 @@ _DIGITS = re.compile(rb"\d+")
 
 
 class Readable(Protocol):
-    """A stream of bytes that can be read."""
+    """A readable stream of bytes, such as a file opened in binary mode."""
 
     def read(self, size: int = -1, /) -> bytes:
         """Return up to `size` bytes, or no bytes at the end of the stream."""
@@ -53,17 +57,17 @@ class Readable(Protocol):
 
 
 class LogLine(NamedTuple):
-    """One line of a log, without its line end."""
+    """One line of a log, without its line terminator."""
 
     # The number of the line. The first line of a log has number 1.
     number: int
-    # The bytes of the line. The middle of a very long line is left out.
+    # The bytes of the line. The middle of a very long line is omitted.
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLog:
-    """The lines of a log that were kept."""
+    """The lines of a log that were kept because they may matter."""
 
     # The lines in log order.
     lines: tuple[LogLine, ...]
@@ -76,11 +80,11 @@ class KeptLog:
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
     """Read a log to its end and return the lines that matter.
 
-    This uses at most about 30 MiB of memory, however many and however long the lines are.
+    At most about 30 MiB of memory are used, regardless of the number and length of the lines.
 
     Args:
         stream: The log.
-        first_number: The line number of the first line in the stream.
+        first_number: The number to assign to the first line in the stream.
     """
     head: list[LogLine] = []
     head_bytes = 0
@@ -105,7 +109,7 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
 
 
 def _blocks(stream: Readable) -> Iterator[bytes]:
-    """Yield blocks of whole lines. The middle of an extremely long line is left out."""
+    """Yield blocks of whole lines, omitting the middle of extremely long lines."""
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         whole, newline, after = chunk.rpartition(b"\n")
@@ -118,6 +122,7 @@ def _blocks(stream: Readable) -> Iterator[bytes]:
         yield rest
 
 
+# Return the lines of a block without their line terminators.
 def _lines_of(block: bytes) -> list[bytes]:
     lines = block.split(b"\n")
     if not lines[-1]:
@@ -130,6 +135,7 @@ def _split(block: bytes, first: int) -> list[LogLine]:
     return [LogLine(first + index, _cut(line)) for index, line in enumerate(_lines_of(block))]
 
 
+# Return a line, without its middle if it is very long.
 def _cut(line: bytes) -> bytes:
     if len(line) <= 2 * _HALF_LINE_BYTES:
         return line
@@ -137,10 +143,10 @@ def _cut(line: bytes) -> bytes:
 
 
 class _Tail:
-    """The newest blocks of a log."""
+    """The newest blocks of a log, of which about `_TAIL_BYTES` are kept."""
 
     def __init__(self) -> None:
-        # Each block with the line number of its first line and its size in bytes.
+        # Each block, with the line number of its first line and its size in bytes with overhead.
         self._blocks: deque[tuple[bytes, int, int]] = deque()
         self._bytes = 0
 
@@ -156,9 +162,9 @@ class _Tail:
 
 
 class _Hits:
-    """Lines with error words, and the lines around them.
+    """The lines with error words (hits), with a few lines before and after each hit.
 
-    If there are too many lines, only the first and the newest of them are kept.
+    If there are too many of these lines, only the first and the newest lines are kept.
     """
 
     def __init__(self) -> None:
@@ -172,19 +178,25 @@ class _Hits:
         self._keep_until = 0
 
     def search(self, block: bytes, first: int) -> None:
-        """Keep the hits in a block. `first` is the line number of the block's first line."""
+        """Find the hits in a block and keep them.
+
+        Args:
+            block: The block.
+            first: The line number of the block's first line.
+        """
         lowered = block.lower()
         if first > self._keep_until and not any(word in lowered for word in _WORDS):
             return
         lines = _lines_of(block)
         with_word = _lines_with_words(lowered, lines)
-        # The index of the last line that was kept.
+        # The index of the last line that was kept, or -1 if none was. No line is kept twice.
         kept_to = -1
         for index, line in enumerate(lines):
             number = first + index
             if index in with_word and self._record_hit(line):
                 after = _LINES_AFTER_TRACEBACK if _TRACEBACK in line else _LINES_AFTER
                 self._keep_until = max(self._keep_until, number + after)
+                # Also keep the lines before the hit that were not kept already.
                 for before in range(max(kept_to + 1, index - _LINES_BEFORE), index):
                     self._keep(LogLine(first + before, _cut(lines[before])))
             elif number > self._keep_until:
@@ -195,7 +207,8 @@ class _Hits:
     def _record_hit(self, line: bytes) -> bool:
         """Count a line with an error word, and return whether it is a hit.
 
-        It is not a hit if the same line, ignoring digits, has been a hit too often.
+        The line is not a hit if the same line, ignoring digits, has already been a hit
+        `_MAX_REPEATS` times. A traceback header is always a hit.
         """
         if _TRACEBACK in line:
             return True
@@ -225,13 +238,15 @@ class _Hits:
 def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     """Return the indices of the lines in a block that contain an error word.
 
-    The whole block is searched for each word, because a search line by line takes ten times as
+    The whole block is searched for each word, because searching line by line takes ten times as
     long.
 
     Args:
         lowered: The block in lower case.
-        lines: The lines of the block, without line ends.
+        lines: The lines of the block, without line terminators.
     """
+    # The offset of each line in the block, and of the end of the block. The 1 counts the line
+    # terminator.
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
     indices: set[int] = set()
     for word in _WORDS:
@@ -241,6 +256,7 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
         while position >= 0:
             index = bisect.bisect_right(starts, position) - 1
             indices.add(index)
+            # One hit per line is enough, so continue the search on the next line.
             position = lowered.find(word, starts[index + 1])
     return indices
 

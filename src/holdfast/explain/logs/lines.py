@@ -1,7 +1,7 @@
 """Clean log lines: separate each message from the prefixes that launchers and loggers add.
 
-Escape sequences are removed. The rank, time and level in a prefix become fields of a `CleanLine`.
-``tracebacks`` joins lines into messages.
+Escape sequences are removed. The rank, time and logging level in a prefix become fields of a
+`CleanLine`. ``tracebacks`` joins lines into messages of several lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _MAX_CHARACTERS = 8_192
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
 )
-# Control characters and characters that change the writing direction, which a hostile line may use.
+# Control characters and characters that change the text direction. A malicious line may use them to
+# hide its content.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
@@ -32,13 +33,13 @@ _TORCH_RANK = re.compile(r"\[rank(\d+)\]:? ?")
 # torchrun --tee writes "[default0]:" (older versions "[trainer0|0]:"). torchx writes
 # "train/0 [default0]:".
 _TEE_RANK = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
-# mpirun writes "[1,0]<stdout>:"; Horovod leaves out the job number.
+# mpirun writes "[1,0]<stdout>:"; Horovod omits the job number.
 _MPI_RANK = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
 # srun --label writes " 0: ".
 _SRUN_RANK = re.compile(r"\s{0,4}(\d{1,5}): ")
 _RANKS = (_TORCH_RANK, _TEE_RANK, _MPI_RANK)
-# Numbers at the beginning of lines are srun ranks only if at least this fraction of the lines, and
-# at least this many lines, begin with a number.
+# Numbers at the beginning of lines are ranks from srun only if at least this fraction of the lines,
+# and at least this many lines, begin with such a number.
 _MIN_LABELLED_SHARE = 0.6
 _MIN_LABELLED_LINES = 3
 
@@ -86,47 +87,51 @@ _JSON_TRACEBACKS = (
     "error.stack_trace",
     "stack",
 )
-# A progress bar and a line from another writer, without a line end between them.
+# A progress bar that is followed by another writer's line without a line terminator in between.
 _LINE_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
 class CleanLine:
-    """One log line, or a part of it between carriage returns, without its prefixes."""
+    """One log line, or a part of a log line between carriage returns, without its prefixes."""
 
     # The line number in the log.
     number: int
     # The message without any prefix.
     text: str
-    # The message with the logging level and the logger's name, for display.
+    # The message with the logging level and the logger's name, as it is shown to the user.
     shown: str
     rank: int | None = None
     unix_seconds: float | None = None
-    # The logging level in upper case, or None if the line has none.
+    # The logging level in upper case, or None if the line has no level.
     level: str | None = None
 
 
 def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:
-    """Return the lines without escape sequences, overwritten progress bars and prefixes."""
+    """Return the lines without escape sequences, overwritten progress bars and prefixes.
+
+    One log line can yield several clean lines, for example if it contains carriage returns.
+    """
     parts = [(line.number, part) for line in lines for part in _parts(line.data)]
     labelled = _are_labelled_by_srun([text for _, text in parts if text.strip()])
     return [_without_prefixes(number, text, labelled=labelled) for number, text in parts]
 
 
 def plain_text(text: str) -> str:
-    """Return a text without escape sequences and control characters, except line ends and tabs."""
+    """Return a text without escape sequences and control characters, keeping newlines and tabs."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
+# Return whether enough lines begin with a number to conclude that srun added their ranks.
 def _are_labelled_by_srun(texts: list[str]) -> bool:
     labelled = sum(1 for text in texts if _SRUN_RANK.match(text))
     return labelled >= max(_MIN_LABELLED_LINES, _MIN_LABELLED_SHARE * len(texts))
 
 
 def _parts(data: bytes) -> list[str]:
-    """Return the text that a terminal would show for a line.
+    """Return the lines of text that a terminal would show for a log line.
 
-    A line with carriage returns or wrapped in JSON can contain several lines of text.
+    A log line that contains carriage returns or JSON can yield several lines of text.
     """
     text = data.decode("utf-8", errors="replace").rstrip("\r\n")
     if text.startswith('{"'):
@@ -149,7 +154,7 @@ def _without_overwritten(pieces: list[str]) -> list[str]:
 
 
 def _text_inside_json(text: str) -> str | None:
-    """Return the log line or traceback inside a JSON line, or None if there is none.
+    """Return the log line or traceback inside a line of JSON, or None if there is none.
 
     Docker wraps whole log lines in JSON, and JSON loggers store tracebacks in a field.
     """
@@ -167,6 +172,7 @@ def _text_inside_json(text: str) -> str | None:
     return None
 
 
+# Return a text, without its middle if it is too long.
 def _shortened(text: str) -> str:
     if len(text) <= _MAX_CHARACTERS:
         return text
@@ -175,11 +181,11 @@ def _shortened(text: str) -> str:
 
 
 class _Prefix(NamedTuple):
-    """A prefix of a line, with the rank or time in it."""
+    """A prefix of a line, with the rank or time that the prefix contains."""
 
     length: int
     rank: int | None = None
-    # Whether torch wrote the rank. It then takes precedence over the rank that a launcher wrote.
+    # Whether torch wrote the rank, which then takes precedence over a rank that a launcher wrote.
     rank_is_certain: bool = False
     unix_seconds: float | None = None
 
@@ -190,7 +196,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     Args:
         number: The line number.
         text: The line.
-        labelled: Whether srun has added ranks at the beginning of the lines.
+        labelled: Whether srun added ranks at the beginning of the log's lines.
     """
     printed_by = _RAY_OR_PYTEST.match(text)
     if printed_by is not None:

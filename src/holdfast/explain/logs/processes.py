@@ -1,7 +1,7 @@
-"""Turn the log lines of one process into statements, and infer which failures it survived.
+"""Convert the log lines of one process to statements, and infer which failures it survived.
 
 A log without ranks is treated as the log of a single process. A log does not say whether an
-exception ended the process. The lines after the exception show whether the process continued.
+exception ended the process, but the lines after the exception may show that the process continued.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from holdfast.explain.logs.tracebacks import (
 
 # If at least this many progress lines follow a statement, the process continued.
 _PROGRESS_OF_SURVIVOR = 2
-# If fewer progress lines than this follow an exception, the process may have printed them before
-# the exception, and a buffer delayed them.
+# If fewer progress lines than this follow an exception, the process may have printed these lines
+# before the exception, and a buffer may have delayed them.
 _MAX_BUFFERED_LINES = 12
-# The same limit for lines after a scheduler's message, when each of many ranks may have a buffer of
-# 8 KiB.
+# If fewer progress lines than this follow a scheduler's message, a buffer may have delayed them as
+# well. This limit is higher, because each of many ranks may have a buffer of 8 KiB.
 _MAX_BUFFERED_LINES_OF_RANKS = 400
 _MAX_MESSAGE_CHARACTERS = 20_000
-# The length of torchrun's table about the first failure, in lines.
+# The maximum length, in lines, of torchrun's table about the first failure.
 _LINES_OF_TABLE = 15
 
 _NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "TRACE"})
@@ -63,7 +63,7 @@ _CPLUSPLUS_TERMINATION = re.compile(
     r"\s*terminate called "
     r"(?:after throwing an instance of|without an active exception|recursively)"
 )
-# The heading and the fields of torchrun's table.
+# The heading and the fields of torchrun's table about the first failure.
 _FIRST_FAILURE = "Root Cause (first observed failure)"
 _FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")
 _EXIT_CODE = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
@@ -73,11 +73,11 @@ _EXIT_CODE = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
 class LogContext:
     """Properties of the whole log."""
 
-    # The name to use for the log in `Statement.source`.
+    # The name of the log in `Statement.source`.
     name: str
     # Whether the last lines of the log say that training is done.
     says_done: bool
-    # Whether lines without an error word also become statements.
+    # Whether every line becomes a statement, not only lines with an error word.
     every_line_counts: bool
 
 
@@ -86,14 +86,14 @@ class ProcessText:
     """The statements and endings that were read from the lines of one process."""
 
     statements: tuple[Statement, ...]
-    # How ranks ended, according to a launcher's table.
+    # How ranks ended, according to a launcher's failure table.
     endings: tuple[Ending, ...]
-    # The last frame, if the lines end inside a traceback; otherwise empty.
+    # The last line with a frame, if the lines end inside a traceback; otherwise empty.
     cut_off: str
 
 
 def read_process(lines: Sequence[CleanLine], context: LogContext) -> ProcessText:
-    """Read the lines of one process into statements and endings."""
+    """Return the statements and endings found in the lines of one process."""
     reader = _ProcessReader(lines, context)
     statements = reader.read_statements()
     return ProcessText(
@@ -110,7 +110,7 @@ class _Passage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fate:
-    """Whether a process survived an exception, as fields of a `Statement`."""
+    """Whether a process survived an exception, expressed as fields of a `Statement`."""
 
     fatal: bool | None
     logged: bool
@@ -121,7 +121,8 @@ class _Fate:
 class _ProcessReader:
     """Reads the lines of one process from top to bottom.
 
-    At each line, the first function in `_READERS` that recognizes the line reads it.
+    At each line, the first function in `_READERS` that recognizes the line reads it, possibly
+    together with the lines that follow.
     """
 
     def __init__(self, lines: Sequence[CleanLine], context: LogContext) -> None:
@@ -144,8 +145,8 @@ class _ProcessReader:
     def read_statements(self) -> list[Statement]:
         """Return all statements, in log order."""
         passages: list[_Passage] = []
-        # The newest passage with exceptions, and the index after the line with their last class
-        # name.
+        # The newest passage with exceptions, and the index after the line that contains the class
+        # name of the last exception in it.
         newest: _Passage | None = None
         index_after_newest = 0
         index = 0
@@ -164,24 +165,27 @@ class _ProcessReader:
         return [statement for passage in passages for statement in passage.statements]
 
     def _resumed_between(self, first: int, end: int) -> bool:
-        """Return whether the lines from `first` to before `end` show progress or a retry."""
+        """Return whether the lines with indices `first` to `end - 1` show progress or a retry."""
         if self._progress.any_between(first, end):
             return True
         return any(_RETRY.search(line.text) for line in self._lines[first:end])
 
     def _index_after(self, number: int, index: int) -> int:
-        """Return the index after the line with a given line number.
+        """Return the index after the last line whose number is at most `number`.
 
         Args:
             number: The line number.
-            index: The index at which to start searching backwards.
+            index: The index from which to search backward.
         """
         while index > 0 and self._lines[index - 1].number > number:
             index -= 1
         return index
 
     def _read_at(self, index: int) -> _Passage:
-        """Return the statements that begin at a line, using the first reader that recognizes it."""
+        """Return the statements that begin at a line, read by the first reader that recognizes it.
+
+        If no reader recognizes the line, the passage is empty.
+        """
         for reader in _READERS:
             passage = reader(self, index)
             if passage is not None:
@@ -189,7 +193,10 @@ class _ProcessReader:
         return _Passage([], index + 1)
 
     def _read_traceback(self, index: int) -> _Passage | None:
-        """Read a traceback. In bug reports, its header and outer frames may be missing."""
+        """Read the traceback that begins at a line, or return None if none does.
+
+        The header and the outer frames may be missing, as is common in bug reports.
+        """
         text = self._lines[index].text
         begins = HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index)
         if not begins:
@@ -204,13 +211,13 @@ class _ProcessReader:
         return _Passage(statements, next_index)
 
     def _newest_frame(self, index: int) -> str:
-        """Return the last frame at or after a line, or the line itself if there is no frame."""
+        """Return the last line with a frame at or after a line, or that line if there is none."""
         texts = [line.text.strip() for line in self._lines[index:]]
         frames = [text for text in texts if text.startswith("File ")]
         return frames[-1] if frames else texts[0]
 
     def _read_fatal_python_error(self, index: int) -> _Passage | None:
-        """Read a faulthandler dump."""
+        """Read the faulthandler dump that begins at a line, or return None if none does."""
         line = self._lines[index]
         if not line.text.startswith(_FATAL_PYTHON_ERROR):
             return None
@@ -219,7 +226,10 @@ class _ProcessReader:
         return _Passage([replace(statement, frames=frames, fatal=True)], next_index)
 
     def _read_cplusplus_termination(self, index: int) -> _Passage | None:
-        """Read a C++ termination message. One of the next lines may contain the error message."""
+        """Read the C++ termination message on a line, or return None if there is none.
+
+        One of the next two lines may contain the error message.
+        """
         line = self._lines[index]
         if not _CPLUSPLUS_TERMINATION.match(line.text):
             return None
@@ -233,7 +243,7 @@ class _ProcessReader:
         return _Passage([statement], index + 1 + len(messages))
 
     def _read_table_of_launcher(self, index: int) -> _Passage | None:
-        """Read how the first rank failed from the table that torchrun prints."""
+        """Read how the first rank failed from torchrun's table, or return None if there is none."""
         if _FIRST_FAILURE not in self._lines[index].text:
             return None
         rows = self._lines[index + 1 : index + 1 + _LINES_OF_TABLE]
@@ -241,7 +251,7 @@ class _ProcessReader:
         return _Passage([], index + 1)
 
     def _read_exception_line(self, index: int) -> _Passage | None:
-        """Read an exception that is printed without a traceback."""
+        """Read an exception that was printed without a traceback, or return None."""
         line = self._lines[index]
         bare = split_exception(line.text)
         if bare is None:
@@ -263,6 +273,7 @@ class _ProcessReader:
             self._statements_of_chain(raised, index, message.next_index), message.next_index
         )
 
+    # Read a line that contains an error word, or return None.
     def _read_relevant_line(self, index: int) -> _Passage | None:
         line = self._lines[index]
         if index not in self._relevant or not line.text.strip() or is_progress_bar(line.text):
@@ -270,11 +281,12 @@ class _ProcessReader:
         return _Passage([self._statement_of_line(line, index)], index + 1)
 
     def _statement_of_line(self, line: CleanLine, last_index: int) -> Statement:
-        """Return a line as a statement.
+        """Return a statement that quotes a line.
 
         Args:
             line: The first line of the statement.
-            last_index: The index of the statement's last line.
+            last_index: The index of the statement's last line. The lines after it show whether the
+                process continued.
         """
         progress = self._progress.count_after(last_index)
         warned = _is_warning(line)
@@ -291,14 +303,14 @@ class _ProcessReader:
         )
 
     def _progress_needed_after(self, line: CleanLine) -> int:
-        """Return how many progress lines after a line show that the process continued."""
+        """Return how many progress lines must follow a line to show that the process continued."""
         of_scheduler = _SCHEDULER.search(line.text, line.text.lower()) is not None
         if of_scheduler and not self._context.says_done:
             return _MAX_BUFFERED_LINES_OF_RANKS
         return _PROGRESS_OF_SURVIVOR
 
     def _statements_of_chain(self, raised: Raised, first: int, next_index: int) -> list[Statement]:
-        """Return a chain of exceptions as statements with the same position, root cause first.
+        """Return a chain of exceptions as statements that share a position, root cause first.
 
         Args:
             raised: The last exception of the chain.
@@ -326,7 +338,7 @@ class _ProcessReader:
         ]
 
     def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
-        """Return whether the process survived an exception, judged by the lines after it.
+        """Return whether the process survived an exception, judging by the lines after it.
 
         Args:
             raised: The last exception of a chain.
@@ -339,13 +351,14 @@ class _ProcessReader:
 
         left_main_module = bool(raised.frames) and raised.frames[0].function == "<module>"
         looks_uncaught = left_main_module and not logged
+        # The index of the line that contains the class name of the exception.
         class_index = self._index_after(raised.number, next_index) - 1
         # A shell script may print that it is done although the program that it started has failed.
-        # After an uncaught exception, such lines do not count as progress.
+        # Such a line does not count as progress after an uncaught exception.
         only_end_follows = looks_uncaught and self._progress.only_completion_after(class_index)
         if not only_end_follows:
             progress = self._progress.count_after(next_index - 1)
-            # Code that logs an exception has caught it, so a single line of progress is enough.
+            # Code that logs an exception has caught it, so a single line of progress suffices.
             if progress >= (1 if logged else _PROGRESS_OF_SURVIVOR):
                 overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
                 return _Fate(fatal=False, logged=logged, overtaken=overtaken)
@@ -364,7 +377,10 @@ class _ProcessReader:
         return progress < _MAX_BUFFERED_LINES or not self._progress.any_before(first)
 
     def _is_logged(self, first: int) -> bool:
-        """Return whether a logger printed the traceback that begins at a line."""
+        """Return whether a logger printed the traceback that begins at a line.
+
+        The level may be on that line or on the line before the traceback.
+        """
         if self._lines[first].level is not None:
             return True
         return first > 0 and self._lines[first - 1].level in _ALARMING_LEVELS
@@ -372,7 +388,7 @@ class _ProcessReader:
     def _is_said_to_be_caught(self, first: int) -> bool:
         """Return whether the log says that an exception was caught.
 
-        This is shown by the logging level of the traceback or by the line before it.
+        Either the logging level of the traceback or the line before the traceback can say so.
 
         Args:
             first: The index of the first line of the traceback.
@@ -394,17 +410,19 @@ _READERS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
 
 
 def _is_warning(line: CleanLine) -> bool:
-    """Return whether a line is a warning or less severe, judged by its level or its words."""
+    """Return whether a line is a warning or less severe, according to its level or its words."""
     if line.level in _NOT_FATAL_LEVELS and not _ASKED_TO_END.search(line.text):
         return True
     return _WARNING.match(line.text) is not None
 
 
 def _first_failure(rows: Sequence[str]) -> list[Ending]:
-    """Return how the rank that failed first ended, or an empty list if there is no exit code.
+    """Return a list with the ending of the rank that failed first.
+
+    The list is empty if the table contains no exit code.
 
     Args:
-        rows: The rows of torchrun's table.
+        rows: The rows of torchrun's table about the first failure.
     """
     fields = {}
     for row in rows:

@@ -1,7 +1,6 @@
-"""Recognize lines that show that a training run continues or is done, and read the printed losses.
+"""Recognize lines that show that a training run continues or is done, and extract printed losses.
 
-Progress is recognized by words such as "epoch". In a log without such words, lines that recur with
-different numbers show progress.
+Progress is recognized by words such as "epoch", or by lines that recur with different numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import NamedTuple
 from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
 
-# All patterns limit the number of digits. Otherwise, a long line of digits would take quadratic
-# time.
+# All patterns limit the number of digits. Otherwise, searching a long line of digits would take
+# quadratic time.
 _BAR = QuickPattern(
     r"\d{1,9}%\|.{0,200}\|\s{0,20}\d{1,18}/\d{1,18}"
     r"|\[\d{1,9}:\d{1,9}<[^\]]{1,40}\]"
@@ -50,18 +49,19 @@ _LOGS_SAVED = QuickPattern(
 )
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-# The mark that replaces each number in a line template.
+# The mark that replaces each number in a line template (see `_line_templates`).
 _NUMBER_MARK = "#"
 # "Error: 72.0" is a metric, not an error.
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)
 _FRAME = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
 _MAX_TEMPLATE_CHARACTERS = 300
-# A line template that occurs this often before a statement counts as progress if it recurs later.
+# If a line template occurs this often before a statement, a line with the same template after the
+# statement shows progress.
 _RECURRENCES = 3
-# How many lines after a statement are searched for recurring templates.
+# How many lines after a statement are checked for recurring templates.
 _LINES_AFTER = 400
 
-# Lightning's progress bar prints nan.0.
+# A printed NaN or infinity. Lightning's progress bar prints NaN as "nan.0".
 _NOT_FINITE = r"(?:nan|inf(?:inity)?)(?:\.0)?"
 _EXPONENT = r"(?:e[-+]?\d{1,4})?"
 _VALUE_TEXT = (
@@ -94,7 +94,7 @@ def says_done(text: str) -> bool:
 def is_progress(text: str) -> bool:
     """Return whether a line shows that training continues or is done."""
     if "Traceback (most recent call last)" in text:
-        # A traceback follows a progress bar on the same line.
+        # The line is a progress bar with a traceback printed right behind it.
         return False
     lowered = text.lower()
     shows_progress = _PROGRESS.search(text, lowered) is not None or is_progress_bar(text)
@@ -106,8 +106,8 @@ def is_progress(text: str) -> bool:
 def is_sign_of_life(text: str) -> bool:
     """Return whether a line shows that the run continued or saved something.
 
-    Progress bars and messages of experiment trackers do not count, because they are also printed
-    when a run closes them after a failure.
+    Progress bars and messages of experiment trackers do not count, because a run also prints them
+    when it shuts down after a failure.
     """
     lowered = text.lower()
     if _SAVED.search(text, lowered) is not None and _LOGS_SAVED.search(text, lowered) is None:
@@ -118,8 +118,8 @@ def is_sign_of_life(text: str) -> bool:
 class ProgressIndex:
     """Finds progress before and after a line of a process, by words or by recurring templates.
 
-    Words are searched up to the end of the log, and templates only in the next `_LINES_AFTER`
-    lines.
+    Progress words after a line are counted up to the end of the log, but recurring templates only
+    in the next `_LINES_AFTER` lines.
 
     Args:
         texts: The lines of one process.
@@ -128,15 +128,19 @@ class ProgressIndex:
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
         self._templates = _line_templates(texts)
-        # For each recurring template, the index of the line at which it had occurred often enough.
+        # For each recurring template, the index of the line with its `_RECURRENCES`-th occurrence.
         self._recurring_since = _recurring_templates(self._templates)
         # For each index, how many lines from this index to the end show progress by their words.
+        # Two extra entries make the indices after the last line valid.
         self._progress_from = [0] * (len(texts) + 2)
         for index in reversed(range(len(texts))):
             self._progress_from[index] = self._progress_from[index + 1] + is_progress(texts[index])
 
     def count_after(self, last: int) -> int:
-        """Return how many lines after an index show progress, by words or by template."""
+        """Return how many lines after the index `last` show progress by their words or templates.
+
+        The larger of the two counts is returned.
+        """
         by_words = self._progress_from[last + 1]
         if by_words > 1 or not self._recurring_since:
             return by_words
@@ -147,18 +151,21 @@ class ProgressIndex:
         return max(by_template, by_words)
 
     def only_completion_after(self, last: int) -> bool:
-        """Return whether the only progress after an index is a message that training is done."""
+        """Return whether every line of progress after the index `last` says that training is done.
+
+        Return True if there is no such line.
+        """
         following = self._texts[last + 1 : last + 1 + _LINES_AFTER]
         return all(
             says_done(text) for text in following if is_sign_of_life(text) or is_progress_bar(text)
         )
 
     def any_between(self, first: int, end: int) -> bool:
-        """Return whether a line from `first` to before `end` shows progress by its words."""
+        """Return whether words in the lines with indices `first` to `end - 1` show progress."""
         return self._progress_from[first] > self._progress_from[max(first, end)]
 
     def any_before(self, first: int) -> bool:
-        """Return whether a line before an index shows progress, by words or by template."""
+        """Return whether a line before the index `first` shows progress by words or a template."""
         return self.any_between(0, first) or any(
             index < first for index in self._recurring_since.values()
         )
@@ -167,12 +174,13 @@ class ProgressIndex:
 def _line_templates(texts: Sequence[str]) -> list[str]:
     """Return the template of each line: the line with every number replaced by a mark.
 
-    The template is empty for a line without numbers and for a line that belongs to an error.
+    The template is empty for a line without numbers and for a line that is part of an error or a
+    traceback.
     """
     # Most lines share a few templates, so the result for each template is cached.
     may_show_progress: dict[str, bool] = {}
     templates = []
-    # The line after a traceback's frame is source code.
+    # True if the previous line is a frame of a traceback. The current line is then source code.
     follows_frame = False
     for text in texts:
         is_frame = _FRAME.match(text) is not None
@@ -189,7 +197,7 @@ def _line_templates(texts: Sequence[str]) -> list[str]:
 
 
 def _recurring_templates(templates: Sequence[str]) -> dict[str, int]:
-    """Return the recurring templates, each with the index of its `_RECURRENCES`-th occurrence."""
+    """Return the index of the `_RECURRENCES`-th occurrence of each recurring template."""
     times: dict[str, int] = {}
     recurring_since = {}
     for index, template in enumerate(templates):
@@ -211,10 +219,10 @@ def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float],
     """Return the line number and value of each printed training loss, oldest first.
 
     If there are losses with a plain name such as ``loss`` or ``train_loss``, only these are
-    returned, because the others are probably components of that loss.
+    returned, because other losses are probably components of the plain loss.
 
     Args:
-        lines: The number and the text of each line.
+        lines: The line number and the text of each line.
     """
     losses = list(_printed_values(lines, _LOSS, "loss"))
     plain = [loss for loss in losses if _PLAIN_LOSS.fullmatch(loss.name)]
@@ -225,7 +233,7 @@ def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], 
     """Return the line number and value of each printed gradient norm, oldest first.
 
     Args:
-        lines: The number and the text of each line.
+        lines: The line number and the text of each line.
     """
     return tuple((norm.line_number, norm.value) for norm in _printed_values(lines, _NORM, "norm"))
 
@@ -233,13 +241,13 @@ def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], 
 def _printed_values(
     lines: Sequence[tuple[int, str]], pattern: re.Pattern[str], word: str
 ) -> Iterator[_PrintedValue]:
-    """Yield the values that a pattern finds, except values from an evaluation.
+    """Yield the values that a pattern finds, except values that were computed in an evaluation.
 
     Args:
-        lines: The number and the text of each line.
-        pattern: A pattern with two groups: the name and the value.
-        word: A word that every match contains. Lines without this word are skipped, because the
-            pattern is slow.
+        lines: The line number and the text of each line.
+        pattern: A pattern with two groups: the name of the value and the value.
+        word: A word in lower case that every match contains. For speed, the pattern is not searched
+            for in lines without this word.
     """
     for number, text in lines:
         if word not in text.lower():
@@ -252,5 +260,5 @@ def _printed_values(
 
 
 def _as_float(text: str) -> float:
-    """Convert a printed number, ignoring the ``.0`` that may follow a non-finite value."""
+    """Convert a printed number to a float, ignoring a ``.0`` after a non-finite value."""
     return float(re.sub(r"([nfy])\.0$", r"\1", text))

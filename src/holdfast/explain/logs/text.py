@@ -1,6 +1,6 @@
-"""Read a whole log into statements, losses and other evidence about the end of a run.
+"""Extract statements, losses and other evidence about the end of a run from a whole log.
 
-The log is split by rank. ``processes`` reads the lines of each rank.
+The log is split by rank, and ``processes`` parses the lines of each rank.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from holdfast.explain.logs.processes import (
 from holdfast.explain.logs.progress import is_progress_bar, printed_losses, printed_norms, says_done
 from holdfast.explain.logs.tracebacks import HEADER
 
-# At most this many lines, and this many exceptions, become statements: one third from the beginning
-# of the log and two thirds from its end.
+# At most this many lines, and at most this many exceptions, become statements. One third of them
+# come from the beginning of the log and two thirds from its end.
 _MAX_STATEMENTS_OF_A_KIND = 900
-# A log of at most this many lines was probably pasted into a bug report.
+# A log of at most this many lines was probably pasted from a bug report.
 _SHORT_LOG = 100
-# This many of the last lines are searched for a message that training is done.
+# This many lines at the end of the log are searched for a message that training is done.
 _LAST_LINES = 15
 _MAX_LAST_LINE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogText:
-    """The evidence in a log."""
+    """The evidence that was extracted from a log."""
 
     # The statements in log order; in a chain of exceptions, the root cause comes first.
     statements: tuple[Statement, ...]
-    # How ranks ended, according to launchers.
+    # How ranks ended, according to the failure tables of launchers.
     endings: tuple[Ending, ...]
     # Whether the last lines say that training is done.
     says_done: bool
     # The number of lines in the whole log.
     total_lines: int
-    # Whether all lines were fully analyzed.
+    # Whether all lines were fully analyzed. The middle of a large log is not.
     complete: bool
-    # Line number and value of each printed training loss.
+    # The line number and value of each printed training loss, oldest first.
     losses: tuple[tuple[int, float], ...] = ()
-    # Line number and value of each printed gradient norm.
+    # The line number and value of each printed gradient norm, oldest first.
     norms: tuple[tuple[int, float], ...] = ()
-    # The last frame, if the log ends inside a traceback.
+    # The last line with a frame, if the log ends inside a traceback; otherwise empty.
     cut_off: str = ""
     # The last line that is not a progress bar, shortened for display.
     last_line: str = ""
@@ -59,8 +59,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
 
     Args:
         stream: The log, which may be of any size.
-        name: The name to use for the log in `Statement.source`.
-        first_number: The line number of the first line in `stream`.
+        name: The name of the log in `Statement.source`.
+        first_number: The number to assign to the first line in `stream`.
         alone: Whether the log is the only evidence about the run. If so, every line of a short log
             becomes a statement, because bug reports often quote messages without any error word.
     """
@@ -97,7 +97,10 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 
 
 def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
-    """Return the statements of all processes in log order, and mark the last line's statement."""
+    """Return the statements of all processes in log order.
+
+    `Statement.last` is set for a statement that begins on the last non-blank line of the log.
+    """
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [
         replace(statement, last=True) if statement.position == last_number else statement
@@ -111,14 +114,15 @@ def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) 
 
 
 def _without_middle(statements: list[Statement]) -> list[Statement]:
-    """Drop statements from the middle if there are too many lines or too many exceptions.
+    """Return the statements, omitting the middle if there are too many lines or exceptions.
 
-    A chain of exceptions is kept or dropped as a whole, depending on its first statement.
+    A chain of exceptions is kept or omitted as a whole, depending on its first statement.
     """
     left_out: set[int] = set()
     for kind in ("line", "exception"):
         indices = [index for index, statement in enumerate(statements) if statement.kind == kind]
         if len(indices) > _MAX_STATEMENTS_OF_A_KIND:
+            # Everything after the first third and before the last two thirds of the limit.
             left_out |= set(
                 indices[_MAX_STATEMENTS_OF_A_KIND // 3 : -2 * _MAX_STATEMENTS_OF_A_KIND // 3]
             )
@@ -136,7 +140,7 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
 def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     """Return whether one of the last lines says that training is done.
 
-    If a traceback follows that line, the line does not count, unless the exception is known to have
+    A line that is followed by a traceback does not count, unless the exception is known to have
     been caught.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
@@ -151,7 +155,10 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
 
 
 def _last_line(lines: Sequence[CleanLine]) -> str:
-    """Return the last line that the command printed, except progress bars and holdfast's lines."""
+    """Return the last line that the command printed, shortened for display; "" if there is none.
+
+    Progress bars and lines that holdfast printed are ignored.
+    """
     for line in reversed(lines):
         text = line.shown.strip()
         is_own = text.startswith("--- holdfast: ")

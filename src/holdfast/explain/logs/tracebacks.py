@@ -1,8 +1,8 @@
-"""Read the tracebacks that Python, rich and launchers print.
+"""Parse the tracebacks that Python, rich and launchers print.
 
-This includes chains ("During handling of ..."), tracebacks inside the messages of exceptions from
-loader workers and spawned processes, exception groups, syntax errors and faulthandler dumps.
-``processes`` judges whether an exception was caught.
+This includes chained exceptions ("During handling of ..."), tracebacks inside the messages of
+exceptions from loader workers and spawned processes, exception groups, syntax errors and
+faulthandler dumps. ``processes`` judges whether an exception was caught.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
 _MAX_MESSAGE_LINES = 60
-# A line shorter than this was not wrapped when it was pasted, so the next line does not continue
-# it.
+# A line shorter than this was probably not wrapped when the log was pasted, so the next line does
+# not continue it.
 _MIN_WRAPPED_CHARACTERS = 40
-# At most this many causes of an exception are kept. Recursive handlers may chain a thousand.
+# At most this many causes of an exception are kept. Recursive exception handlers may chain a
+# thousand exceptions.
 _MAX_CAUSES = 40
-# Tracebacks in the messages of other tracebacks are read up to this depth.
+# Tracebacks inside the messages of other tracebacks are parsed up to this depth.
 _MAX_NESTING = 16
 # At most this many frames of a traceback are kept, half of them from each end.
 _MAX_FRAMES = 60
@@ -50,13 +51,13 @@ EXCEPTION = re.compile(
 )
 # A `raise` statement with a class, possibly wrapped in a function call.
 _RAISE = re.compile(r"raise (?:[a-z_][\w.]*\()?([\w.]+)")
-# Endings of exception class names.
+# Typical endings of exception class names.
 _EXCEPTION_NAME = re.compile(
     r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound"
     r"|Invalid|Unavailable|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$"
     r"|^Bad\w+File$"
 )
-# Modules in which any class with a message is an exception.
+# Names of modules in which any class name with a message is taken to be an exception.
 _EXCEPTION_MODULES = ("exc", "exceptions", "error", "errors")
 _GROUP_SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _GROUP_MARGIN = re.compile(r"^\s*(?:[|] ?|[+] (?=Exception))")
@@ -80,26 +81,27 @@ _BUILTIN_EXCEPTIONS = {
 
 @dataclass(slots=True)
 class Raised:
-    """An exception that was read from a traceback."""
+    """An exception that was found in a log, with or without a traceback."""
 
     # The name of the class, without its module.
     exception: str
     # The message, which may have several lines.
     message: str
-    # The frames, innermost last.
+    # The frames of the traceback, with the innermost frame last.
     frames: tuple[Frame, ...]
-    # The number of the log line with the class name.
+    # The number of the log line that contains the class name.
     number: int
-    # The exceptions that led to this exception or that it repeats, root cause first. Their own
-    # `causes` are empty.
+    # The exceptions that led to this exception or that this exception repeats, root cause first.
+    # Their own `causes` are empty.
     causes: list[Raised] = field(default_factory=list)
-    # The Unix time in the log line with the class name, or None if the line has no time.
+    # The Unix time in the log line that contains the class name, or None if the line has no time.
     unix_seconds: float | None = None
 
     def add_causes(self, other: Raised) -> None:
-        """Add another exception and its causes as the first causes of this exception.
+        """Put another exception and its causes before the existing causes of this exception.
 
-        If there are then too many causes, those in the middle are dropped.
+        If this makes too many causes, the causes in the middle are dropped. The causes of the other
+        exception are moved, so its own list becomes empty.
         """
         causes = [*other.causes, other, *self.causes]
         other.causes = []
@@ -109,12 +111,12 @@ class Raised:
         self.causes = causes
 
     def from_the_root(self) -> list[Raised]:
-        """Return the causes of this exception, root cause first, followed by the exception."""
+        """Return this exception preceded by its causes, with the root cause first."""
         return [*self.causes, self]
 
 
 class Message(NamedTuple):
-    """The message of an exception."""
+    """The message of an exception, and where the message ends."""
 
     text: str
     # The exception whose traceback is part of the message, or None.
@@ -129,7 +131,7 @@ def split_exception(text: str) -> tuple[str, str] | None:
     Return None if the name does not look like the name of an exception class.
     """
     if text.startswith(" ") and not text.startswith("  "):
-        # Some loggers put one space before the message.
+        # Some loggers insert one space before the message. A deeper indent is not a message.
         text = text.lstrip()
     match = EXCEPTION.match(text)
     if match is None or not _is_exception_name(match[1], has_message=match[2] is not None):
@@ -137,6 +139,7 @@ def split_exception(text: str) -> tuple[str, str] | None:
     return match[1], match[2] or ""
 
 
+# Return whether a dotted name looks like the name of an exception class.
 def _is_exception_name(dotted_name: str, *, has_message: bool) -> bool:
     module, _, name = dotted_name.rpartition(".")
     if name.endswith("Warning"):
@@ -149,7 +152,7 @@ def _is_exception_name(dotted_name: str, *, has_message: bool) -> bool:
 
 
 class TracebackReader:
-    """Reads tracebacks from the lines of one process.
+    """Parses tracebacks in the lines of one process.
 
     Args:
         lines: The lines, without the margins of exception groups (see `without_margins`).
@@ -161,14 +164,15 @@ class TracebackReader:
         self._depth = 0
 
     def read(self, start: int) -> tuple[Raised | None, int]:
-        """Read the traceback that begins at a line.
+        """Parse the traceback that begins at a line.
 
         Args:
             start: The index of the line.
 
         Returns:
-            The exception and the index of the line after it. For a chain, this is the last
-            exception, with the others in `Raised.causes`. None if the traceback is cut off.
+            The exception, or None if the traceback is cut off, and the index of the line after the
+            traceback. For a chain of exceptions, this is the last exception, with the others in
+            `Raised.causes`.
         """
         newest: Raised | None = None
         self._depth += 1
@@ -187,8 +191,11 @@ class TracebackReader:
     def about_to_raise(self, start: int) -> Raised | None:
         """Return the exception of a traceback that is cut off before its last line.
 
-        The exception has no message. Return None unless the last frame of the traceback is a
-        ``raise`` statement that names the class.
+        The returned exception has no message. Return None unless the last frame of the traceback is
+        at a ``raise`` statement that names the class.
+
+        Args:
+            start: The index of the first line of the traceback.
         """
         frames, next_index = self._frames(self._first_frame(start))
         if not frames:
@@ -204,13 +211,13 @@ class TracebackReader:
         )
 
     def message(self, start: int, first: str, *, bare: bool = False) -> Message:
-        """Return the message that begins on a line.
+        """Return the message of an exception, which begins on a line and may continue after it.
 
         Args:
             start: The index of the line.
-            first: The part of the line that belongs to the message.
-            bare: Whether there is no traceback before the message. If so, the message continues
-                only on indented lines, and on lines in lower case that continue a wrapped line.
+            first: The part of the line that is the first line of the message.
+            bare: Whether no traceback precedes the message. If so, only indented lines, and lines
+                in lower case that continue a wrapped line, are part of the message.
         """
         lines = [first]
         nested: Raised | None = None
@@ -227,21 +234,21 @@ class TracebackReader:
         return Message("\n".join(lines).strip(), nested, index)
 
     def fatal_error(self, start: int) -> tuple[tuple[Frame, ...], int]:
-        """Read a faulthandler dump.
+        """Parse a faulthandler dump.
 
         Args:
             start: The index of the first line of the dump.
 
         Returns:
-            The frames of the current thread, innermost last, and the index of the line after the
-            dump.
+            The frames of the current thread, with the innermost frame last, and the index of the
+            line after the dump.
         """
         frames: list[Frame] = []
         in_current_thread = False
         index = start + 1
         while index < len(self._text) and index < start + _MAX_DUMP_LINES:
             text = self._text[index]
-            # Frames from faulthandler have no comma before the function.
+            # Faulthandler prints no comma before the function, but `_FRAME` expects one.
             frame = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
             if frame is not None:
                 if in_current_thread:
@@ -256,8 +263,9 @@ class TracebackReader:
         return _without_middle(frames), index
 
     def _read_one(self, start: int) -> tuple[Raised | None, int]:
-        """Return one exception of a chain, and the index of the line after it."""
+        """Return one exception of a chain (None if cut off) and the index of the line after it."""
         if "─" in self._text[start]:
+            # The line is the upper edge of a box drawn by rich. The frames start below it.
             frames, after_frames = self._rich_frames(start + 1)
         else:
             frames, after_frames = self._frames(self._first_frame(start))
@@ -272,7 +280,7 @@ class TracebackReader:
         return None, after_frames
 
     def _first_frame(self, start: int) -> int:
-        """Return the index of a traceback's first frame, which is at `start` if there is no header.
+        """Return the index of the first frame of a traceback, skipping the header if there is one.
 
         Syntax errors have no header, and bug reports often omit the header.
         """
@@ -286,6 +294,8 @@ class TracebackReader:
         Args:
             start: The index of the line after the previous exception.
         """
+        # At most three lines that are blank or contain only quotes precede the linking line. The
+        # header of the next traceback is at most three lines after the linking line.
         link = start
         while link < min(start + 3, len(self._text)) and not self._text[link].strip(' "'):
             link += 1
@@ -297,17 +307,17 @@ class TracebackReader:
         return None
 
     def _nested_exception(self, index: int, before: str) -> tuple[Raised | None, int] | None:
-        """Return the exception inside a message that begins at a line.
+        """Return the nested exception that begins at a line of another exception's message.
 
-        Such an exception has a traceback or follows a line such as ``backend='inductor' raised:``.
+        A nested exception has a traceback or follows a line such as ``backend='inductor' raised:``.
 
         Args:
             index: The index of the line.
-            before: The line of the message before this line.
+            before: The previous line of the message.
 
         Returns:
-            The exception (None if its traceback is cut off) and the index of the line after it; or
-            None if no exception begins at this line.
+            The exception (None if its traceback is cut off) and the index of the line after the
+            exception; or None if no exception begins at the line.
         """
         start = self._nested_traceback(index)
         if start is not None:
@@ -319,12 +329,13 @@ class TracebackReader:
         return None
 
     def _nested_traceback(self, index: int) -> int | None:
-        """Return the index of the traceback inside a message that begins at a line, or None."""
+        """Return the index of the nested traceback's header that a line introduces, or None."""
         text = self._text[index]
         if not _NESTED.match(text) or self._depth > _MAX_NESTING:
             return None
         if HEADER.search(text):
             return index
+        # The header is at most three lines after a line that announces a process's error.
         for start in range(index + 1, min(index + 4, len(self._text))):
             if HEADER.search(self._text[start]):
                 return start
@@ -333,12 +344,12 @@ class TracebackReader:
     def _exception(
         self, start: int, match: re.Match[str], frames: tuple[Frame, ...]
     ) -> tuple[Raised, int]:
-        """Return the exception whose class name is on a line, and the index of the line after it.
+        """Return the exception whose class name is on a line, and the index after its message.
 
         Args:
             start: The index of the line.
             match: The match of `EXCEPTION` in the line.
-            frames: The frames of the traceback before the line.
+            frames: The frames of the traceback that precedes the line.
         """
         message = self.message(start, match[2] or "")
         line = self._lines[start]
@@ -354,14 +365,14 @@ class TracebackReader:
         return raised, message.next_index
 
     def _continues_line(self, index: int) -> bool:
-        """Return whether a line is indented or continues a wrapped line in lower case."""
+        """Return whether a line is blank or indented, or continues a wrapped line in lower case."""
         text = self._text[index]
         if text[:1] in (" ", "\t", ""):
             return True
         return text[0].islower() and len(self._text[index - 1]) >= _MIN_WRAPPED_CHARACTERS
 
     def _ends_message(self, index: int) -> bool:
-        """Return whether a line no longer belongs to the message above it."""
+        """Return whether a line is not part of the message above it."""
         line = self._lines[index]
         text = line.text
         time_before = self._lines[index - 1].unix_seconds
@@ -374,12 +385,16 @@ class TracebackReader:
             return True
         if not text.strip():
             return self._message_ends_at_gap(index)
-        # The message of a holdfast error continues with its fix, which may look like progress.
+        # The message of a holdfast error continues with the fix, which may look like progress.
         continues = text[0] in " \t" or text.startswith("Fix: ")
         return not continues and is_progress(text)
 
     def _message_ends_at_gap(self, index: int) -> bool:
-        """Return whether a message ends at an empty line, that is, no indented line follows."""
+        """Return whether a message ends at an empty line.
+
+        The message continues if the next line that is not empty is indented or parenthesized, or
+        introduces a nested traceback.
+        """
         for following in self._text[index + 1 : index + 3]:
             if following.strip():
                 continues = following[0] in " \t(" or _NESTED.match(following) is not None
@@ -394,11 +409,12 @@ class TracebackReader:
         while index < len(self._text):
             text = self._text[index]
             match = _FRAME.match(text)
-            # A pasted traceback may have an empty line after the first frame.
+            # A traceback that was pasted may have an empty line after the first frame.
             is_gap = bool(frames) and not text.strip() and index == start + 1
             if match is not None:
                 indent = len(match[1])
                 frames.append(_frame_from(match))
+            # A line that is indented more deeply than the frame is the frame's source code.
             elif frames and len(text) - len(text.lstrip()) > indent:
                 frames[-1] = _with_code(frames[-1], text.strip())
             elif not is_gap and not _REPEATED.match(text):
@@ -419,10 +435,13 @@ class TracebackReader:
 
 
 def _is_class_after_frames(match: re.Match[str]) -> bool:
-    """Return whether a line after frames names an exception.
+    """Return whether the line after a traceback's frames names an exception.
 
-    Any name with a message counts. A name without a message counts only if it is dotted or the name
-    of a built-in exception.
+    Any name with a message is accepted. A name without a message is accepted only if it is dotted
+    or is the name of a built-in exception.
+
+    Args:
+        match: The match of `EXCEPTION` in the line.
     """
     name, message = match.groups()
     return message is not None or "." in name or name in _BUILTIN_EXCEPTIONS
@@ -433,16 +452,17 @@ def _frame_from(match: re.Match[str]) -> Frame:
 
 
 def _with_code(frame: Frame, code: str) -> Frame:
-    """Return a frame with a source line added to it.
+    """Return a frame with a line of source code added.
 
-    The frame is unchanged if it already has a source line, or if `code` is only a marker such as
-    ``~~^^``.
+    The frame is returned unchanged if it already has source code, or if `code` is only a marker
+    such as ``~~^^``.
     """
     if frame.code or not code.strip("~^ "):
         return frame
     return replace(frame, code=code[:_MAX_CODE_LINE_CHARACTERS])
 
 
+# Return the frames, omitting the middle if there are too many.
 def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
     if len(frames) <= _MAX_FRAMES:
         return tuple(frames)
@@ -451,21 +471,28 @@ def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
 
 
 def is_frame(text: str) -> bool:
-    """Return whether a line is a frame of a traceback with a function name."""
+    """Return whether a line is a traceback's frame that names a function."""
     match = _FRAME.match(text)
     return match is not None and match[4] is not None
 
 
 def is_syntax_error(lines: Sequence[CleanLine], start: int) -> bool:
-    """Return whether a syntax error begins at a line. A syntax error has no traceback header."""
+    """Return whether a syntax error begins at a line.
+
+    It begins with a frame that names no function, because a syntax error has no traceback header.
+    """
     match = _FRAME.match(lines[start].text)
     if match is None or match[4] is not None:
         return False
+    # Between the frame and the class name, there are a few lines of source code and markers.
     return any(_SYNTAX_ERROR.match(line.text) for line in lines[start + 1 : start + 6])
 
 
 def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
-    """Return the lines without the margins that Python prints around exception groups."""
+    """Return the lines without the left margin that Python prints in exception groups.
+
+    Lines that separate the exceptions of a group become empty.
+    """
     plain_lines = []
     in_group = False
     for line in lines:

@@ -1,7 +1,7 @@
 """Collect the evidence about one attempt of a run that ``holdfast run`` supervised.
 
-The sources are the recordings of the supervisor, of the observed processes and of their Guards, and
-the section of ``output.log`` that the attempt printed.
+The sources are the recordings of the supervisor, the observed processes and their Guards, and the
+section of ``output.log`` that the attempt's command printed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from holdfast.explain.runs.supervision import (
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
 
-# Sixteen times the size limit that `holdfast run` sets for the output file. There has to be a
-# limit, because a sparse file can have any size.
+# Sixteen times the size to which `holdfast run` limits the output file. A limit is needed because a
+# sparse file can have any size.
 _MAX_OUTPUT_BYTES = 4 << 30
-# Exit codes of at least this value come from a shell, not from the script.
+# Exit codes of at least this value are chosen by a shell, not by the script.
 _FIRST_STATUS_OF_SHELL = 126
 
 
@@ -66,7 +66,7 @@ def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
         requested: The number of the attempt, counted from 0, or None for the newest attempt.
 
     Raises:
-        PolicyError: H105 if there is no such attempt.
+        PolicyError: H105 if the run has no attempt with this number.
     """
     return _AttemptCollector(recordings, read_supervisor_record(recordings, requested)).evidence()
 
@@ -74,8 +74,8 @@ def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
 class _AttemptCollector:
     """Collects the evidence about one attempt.
 
-    The constructor reads the recordings and the output. Each method then answers one question about
-    them.
+    The constructor reads the recordings and the output. Each method then answers one question from
+    what was read.
     """
 
     def __init__(self, recordings: Recordings, record: SupervisorRecord) -> None:
@@ -163,7 +163,7 @@ class _AttemptCollector:
             return None
 
     def _missing(self) -> list[str]:
-        """Return clauses that name missing evidence."""
+        """Return one clause for each piece of evidence that is missing."""
         missing = list(self._recordings.missing)
         if self._log is None:
             missing.append("no output from the command")
@@ -186,7 +186,8 @@ class _AttemptCollector:
                 replace(statement, fatal=statement.pid in died and statement.fatal)
                 for statement in raised
             ]
-        # Drop errors that ended a Guard if the process also recorded them, as most processes do.
+        # Drop an error that ended a Guard if the process also recorded this error, as most
+        # processes do.
         exceptions = [statement for statement in raised if statement.kind == "exception"]
         raised += [
             stop
@@ -198,7 +199,7 @@ class _AttemptCollector:
     # --- How it ended -----------------------------------------------------------------------------
 
     def _endings(self) -> Iterator[Ending]:
-        """Yield how each process and the command ended, as recorded by the supervisor."""
+        """Yield how each process and the command ended, according to the supervisor's events."""
         processes = {process.info.pid: process for process in self._processes}
         for event in self._record.events:
             if event.kind == "process_ended":
@@ -213,7 +214,10 @@ class _AttemptCollector:
                 yield replace(ending, role="command", sent_by=self._record.sender)
 
     def _supervisor_loss(self) -> SupervisorLoss | None:
-        """Return the sentinel's record that the supervisor was killed, or None if it was not."""
+        """Return the sentinel's record that the supervisor was killed, or None.
+
+        Return None if there is no such record, or if the supervisor recorded the attempt's end.
+        """
         note = self._recordings.supervisor_loss()
         if note is None or self._record.end is not None:
             return None
@@ -225,9 +229,12 @@ class _AttemptCollector:
         )
 
     def _exit_of_trainer(self, endings: Sequence[Ending]) -> ProcessExit:
-        """Return how the trainer exited if the script itself chose the exit code of the command.
+        """Return how the training process exited if its script chose the command's exit code.
 
         Otherwise, return an empty `ProcessExit`.
+
+        Args:
+            endings: How the processes and the command ended.
         """
         status = self._record.status
         if not self._trainers or not status or not 0 < status < _FIRST_STATUS_OF_SHELL:
@@ -238,7 +245,7 @@ class _AttemptCollector:
         return trainer.exit()
 
     def _last_line_of_failure(self) -> str:
-        """Return the last output line if the command failed with an exit code, otherwise ""."""
+        """Return the last line of output if the command failed with an exit code, otherwise ""."""
         status = self._record.status
         if self._log is None or not status or status < 0:
             return ""
@@ -247,13 +254,14 @@ class _AttemptCollector:
     # --- How far it got ---------------------------------------------------------------------------
 
     def _standing_of_trainer(self) -> Standing | None:
-        """Return the last progress (step and phase) that the first trainer published."""
+        """Return the last step and phase that the first training process published, or None."""
         return self._trainers[0].standing if self._trainers else None
 
     def _steps(self) -> int | None:
         """Return how many steps were completed, or None if unknown.
 
-        A Guard's count is preferred, because only a Guard sees the steps of a compiled optimizer.
+        A Guard's count is preferred to that of the observer, because only a Guard sees the steps of
+        a compiled optimizer.
         """
         marks = [newest_step_of_guard(folder) for folder in self._guards]
         steps = [
@@ -267,7 +275,10 @@ class _AttemptCollector:
         return standing.step if standing is not None else None
 
     def _made_no_step(self) -> bool:
-        """Return whether a process loaded torch but no step was recorded and no loss printed."""
+        """Return whether a process loaded torch but no step was recorded.
+
+        Return False if losses were printed, because they show that the run trained.
+        """
         if not any(process.info.torch for process in self._processes):
             return False
         if self._log is not None and self._log.losses:
@@ -281,14 +292,15 @@ class _AttemptCollector:
     def _trains_by_reward(self) -> bool:
         """Return whether a process imported a reinforcement-learning environment package.
 
-        In that case, a rising loss is not necessarily a fault.
+        If one did, a policy is probably trained by reward, and its loss may rise although nothing
+        is wrong.
         """
         return any(event.kind == "environments_imported" for event in self._process_events)
 
     def _lost(self) -> LostTraining | None:
         """Return how the training diverged, or None if it did not.
 
-        This is judged by the recorded steps or, if no losses were recorded, by the output.
+        The recorded steps decide this or, if they contain no losses, the output.
         """
         lost, is_known = find_lost_training(
             [(process.folder, process.info) for process in self._trainers],
@@ -305,7 +317,8 @@ class _AttemptCollector:
     def _learning(self) -> Learning | None:
         """Return whether the loss fell, or None if the command did not end with status 0.
 
-        The losses that Guards recorded are preferred, because they are means over the whole step.
+        The losses that Guards recorded are preferred, because each of them is the mean over a whole
+        step.
         """
         if self._record.status != 0:
             return None
@@ -319,9 +332,9 @@ class _AttemptCollector:
         return learning_of_run(curves, by_reward=self._trains_by_reward())
 
     def _curves_of_processes(self) -> list[list[LossReading]]:
-        """Return the losses of each rank over all attempts up to this one.
+        """Return one list with the recorded losses of each rank in all attempts up to this one.
 
-        If a rank had several processes in an attempt, only the newest process counts.
+        If a rank had several processes in an attempt, only the newest process is used.
         """
         newest: dict[tuple[int | None, int], Path] = {}
         for folder, info in self._recordings.processes():
@@ -333,12 +346,13 @@ class _AttemptCollector:
         return list(curves.values())
 
     def _loader_wait(self) -> LoaderWait | None:
-        """Return how long steps waited for data. None unless the command ended with status 0."""
+        """Return how long steps waited for data, or None unless the command ended with status 0."""
         if self._record.status != 0:
             return None
         return loader_wait_of_run(process.folder for process in self._trainers)
 
 
+# Return the ending that an event recorded, with the process's last published progress.
 def _ending(event: Event, standing: Standing | None) -> Ending:
     return Ending(
         status=integer_of(event, "status"),
@@ -349,6 +363,7 @@ def _ending(event: Event, standing: Standing | None) -> Ending:
     )
 
 
+# Return the name of the published phase as words in lower case, or None if unknown.
 def _phase_name(standing: Standing | None) -> str | None:
     if standing is None:
         return None

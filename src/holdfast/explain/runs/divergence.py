@@ -1,6 +1,6 @@
-"""Detect losses that are no longer finite or rose many orders of magnitude above their best level.
+"""Detect losses that are no longer finite or rose by orders of magnitude above their best level.
 
-``explain.causes.ends`` decides what such a divergence means for the verdict.
+``explain.causes.ends`` decides how a divergence affects the verdict.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from holdfast.explain.logs.text import LogText
 from holdfast.explain.runs.recorded_steps import samples_of_process, steps_of_guard
 from holdfast.recorder.run_files import ProcessInfo
 
-# A step number, or a line number in a log, and the value of the loss or norm there.
+# A step number, or a line number in a log, and the loss or gradient norm that was recorded there.
 Point = tuple[int, float]
 
-# A loss has diverged if at least its last two values are bad and earlier values were good. A single
-# bad loss may come from a batch that was skipped.
+# A loss has diverged if at least this many of its last values are bad and earlier values were good.
+# A single bad loss may come from a batch that was skipped.
 _MIN_BAD_LOSSES = 2
-# Gradient norms have diverged if at least the last three are bad. While a loss scaler searches for
-# its scale, some of the first norms are infinite.
+# Gradient norms have diverged if at least this many of the last norms are bad. While a loss scaler
+# searches for its scale, some of the first norms are infinite.
 _MIN_BAD_NORMS = 3
 # A loss that rose by this factor above its best level has exploded. The factor is larger than
 # manual loss scales, which reach 2**16, and unscaled rewards, which reach 1e4.
 _EXPLODED = 1e6
-# An exploded loss must have stayed high for at least one twentieth of the run.
+# An exploded loss must have stayed high for at least the last twentieth of the run.
 _SHARE_AT_END = 20
 # The best level is the lowest median over blocks of this many losses, because a single loss may be
 # small by chance.
 _BLOCK = 10
 # The level at the beginning is computed from this many losses.
 _BEGINNING = 5
-# A level below this value counts as this value, because a loss that begins near 0 has no scale.
+# A level below this value is replaced with this value, because a loss that begins near 0 provides
+# no scale.
 _MIN_LEVEL = 1.0
 # A rise by this factor from the first to the last losses is reported. Single losses of healthy runs
-# can rise 40-fold.
+# can rise by a factor of 40.
 _FAR = 100.0
 # If the loss also stays high, a rise by this smaller factor is reported, and levels below
-# `_MIN_RISEN_LEVEL` count as that value. The losses of 91 healthy programs rose at most 2-fold.
+# `_MIN_RISEN_LEVEL` are replaced with that value. The losses of 91 healthy programs rose at most by
+# a factor of 2.
 _RISEN = 10.0
 _MIN_RISEN_LEVEL = 0.1
 
@@ -54,14 +56,14 @@ def find_lost_training(
     began: float = 0.0,
     until: float = math.inf,
 ) -> tuple[LostTraining | None, bool]:
-    """Return how a run's training diverged, judged by its recorded steps.
+    """Return how a run's training diverged, according to its recorded steps.
 
     Args:
-        folders: The training processes. Only the newest process of each rank is read; older
-            processes belong to an earlier launch or an earlier training run.
-        guards: The folders of guards. Their rings contain the steps of all attempts.
-        began: Unix time. Earlier steps of guards are ignored.
-        until: Unix time. Steps of guards at this time or later are ignored.
+        folders: The folder and the `ProcessInfo` of each training process. Only the newest process
+            of each rank is read; older processes are from an earlier launch or training run.
+        guards: The folders to which Guards recorded. Their rings contain the steps of all attempts.
+        began: A Unix time. Steps that Guards recorded before this time are ignored.
+        until: A Unix time. Steps that Guards recorded at this time or later are ignored.
 
     Returns:
         How the training diverged, or None if it did not, and whether any loss was recorded. If
@@ -94,7 +96,7 @@ def find_lost_training(
 
 
 def lost_from_output(log: LogText, *, name: str) -> LostTraining | None:
-    """Return how a training run diverged, judged by its log, or None if it did not diverge.
+    """Return how a training run diverged, according to its log, or None if it did not diverge.
 
     Args:
         log: The log, with the losses and gradient norms that were printed.
@@ -106,12 +108,12 @@ def lost_from_output(log: LogText, *, name: str) -> LostTraining | None:
 def find_lost(
     losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = ""
 ) -> LostTraining | None:
-    """Return how a training run diverged without recovering, or None if it did not.
+    """Return how a training run diverged without recovering, or None if it did not diverge.
 
     Args:
         losses: The losses, oldest first.
         norms: The gradient norms, oldest first.
-        log: The name of the log that the values come from; empty for recorded steps.
+        log: The name of the log that contains the values; empty for recorded steps.
     """
     lost = (
         _not_finite(losses, "loss", _MIN_BAD_LOSSES)
@@ -124,9 +126,14 @@ def find_lost(
 def _not_finite(
     points: Sequence[Point], what: Literal["loss", "gradients"], min_count: int
 ) -> LostTraining | None:
-    """Return the divergence if at least the last `min_count` values are not finite.
+    """Return the divergence if at least the last `min_count` values are not finite, or else None.
 
     A loss that was never finite has diverged even if there are fewer than `min_count` values.
+
+    Args:
+        points: The losses or gradient norms, oldest first.
+        what: Whether the values are losses or gradient norms.
+        min_count: How many values at the end must not be finite.
     """
     count = _count_at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
@@ -136,13 +143,13 @@ def _not_finite(
 
 
 def _exploded(points: Sequence[Point]) -> LostTraining | None:
-    """Return the divergence if the loss rose far above its best level and stayed high."""
+    """Return the divergence if the loss rose far above its best level and stayed high, or None."""
     finite = [abs(value) for _, value in points if math.isfinite(value)]
     if len(points) <= _MIN_BAD_LOSSES or not finite:
         return None
     level = _best_level(finite)
     limit = _EXPLODED * max(level, _MIN_LEVEL)
-    # NaN counts as above the limit.
+    # The negated comparison also counts NaN as a value above the limit.
     count = _count_at_end(points, lambda value: not value < limit)
     if count < max(_MIN_BAD_LOSSES, len(points) // _SHARE_AT_END):
         return None
@@ -152,9 +159,10 @@ def _exploded(points: Sequence[Point]) -> LostTraining | None:
 def _best_level(losses: Sequence[float]) -> float:
     """Return the lowest level of a loss: the lowest median of any block of losses.
 
-    Because a loss may explode immediately, the first loss and the second smallest of the first few
-    losses also count as levels.
+    Because a loss may explode immediately, the first loss and the second-smallest of the first few
+    losses are also considered levels.
     """
+    # The smallest of the first losses if there is only one.
     second_smallest = sorted(losses[:_BEGINNING])[:2][-1]
     medians = [
         statistics.median(losses[start : start + _BLOCK]) for start in range(0, len(losses), _BLOCK)
@@ -163,9 +171,9 @@ def _best_level(losses: Sequence[float]) -> float:
 
 
 def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining | None:
-    """Return the divergence if the loss ended far above its beginning, which may be legitimate.
+    """Return the divergence if the loss ended far above its first values, or None.
 
-    There are two such cases:
+    Such a rise may be intended. A loss has risen in two cases:
 
     - The median of the last tenth is at least 100 times the largest loss of the first tenth.
     - The median of the last tenth is more than 10 times the largest loss of the first tenth, and
@@ -173,7 +181,7 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining |
 
     Args:
         points: The losses, oldest first.
-        log: The name of the log that the values come from; empty for recorded steps.
+        log: The name of the log that contains the values; empty for recorded steps.
     """
     finite = [(at, value) for at, value in points if math.isfinite(value)]
     if len(finite) <= _MIN_BAD_LOSSES:

@@ -1,7 +1,7 @@
-"""Read from the events of Guards which remedies they applied and how they ended.
+"""Extract from the events of Guards which remedies the Guards applied and how they ended.
 
-A guard's last event is ``closed``. If an exception ended the guard, the last events are
-``left_by_exception`` and the events that the guard records while it closes.
+A Guard's last event is ``closed``. If an exception ended the Guard, the last events are
+``left_by_exception`` and the events that the Guard records while it closes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MAX_REASON_CHARACTERS = 400
 
 
 class _AppliedRemedy(NamedTuple):
-    """How to describe a remedy that a guard applied."""
+    """How to describe a remedy that a Guard applied."""
 
-    # The predicate of a sentence whose subject is the guard.
+    # What the Guard did, as the predicate of a sentence about the Guard.
     words: str
-    # The field of the event that gives the reason.
+    # The field of the event that contains the reason for the remedy.
     reason_key: str
 
 
-# The remedies by event kind, in the order in which they are reported.
+# The remedies, keyed by event kind, in the order in which they are reported.
 _REMEDIES = {
     "split": _AppliedRemedy("split the batch into smaller parts because memory ran out", "reason"),
     "recompute": _AppliedRemedy("recomputed activations because memory ran out", "reason"),
@@ -45,8 +45,8 @@ _REMEDIES = {
     "checkpoint_damaged": _AppliedRemedy("skipped a damaged checkpoint", "why"),
 }
 
-# Events that a guard may record while it closes after an error. An event of any other kind shows
-# that the run continued.
+# The kinds of events that a Guard may record while it closes after an error. An event of any other
+# kind shows that the run continued.
 _KINDS_AT_THE_END = frozenset(
     {
         "checkpoint_saved",
@@ -66,10 +66,13 @@ _KINDS_AT_THE_END = frozenset(
 
 
 def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return one sentence for each kind of remedy that guards applied.
+    """Return one sentence for each kind of remedy that Guards applied.
 
-    The sentence says how often the remedy was applied, which samples were quarantined, and the
-    newest reason.
+    The sentence says how often the remedy was applied, which samples were quarantined, and why the
+    remedy was applied most recently.
+
+    Args:
+        events: The events of Guards, oldest first.
     """
     events_by_kind: dict[str, list[Event]] = {kind: [] for kind in _REMEDIES}
     for event in events:
@@ -83,11 +86,11 @@ def already_tried(events: Iterable[Event]) -> list[str]:
 
 
 def _describe_remedy(remedy: _AppliedRemedy, applications: Sequence[Event]) -> str:
-    """Return a sentence about a remedy.
+    """Return a sentence about a remedy that was applied at least once.
 
     Args:
         remedy: How to describe the remedy.
-        applications: The events that record the remedy, oldest first.
+        applications: The events that record the applications of the remedy, oldest first.
     """
     sentence = f"a Guard {remedy.words}"
     if len(applications) > 1:
@@ -109,28 +112,29 @@ def _quarantined_samples(events: Iterable[Event]) -> list[str]:
         for event in events
         if event.kind == "sample_quarantined" and "sample" in event.data
     ]
-    # A dict keeps the order and drops duplicates.
+    # A dictionary removes duplicates and keeps the order.
     return list(dict.fromkeys(samples))
 
 
-# --- How guards ended -----------------------------------------------------------------------------
+# --- How Guards ended -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GuardEnd:
-    """A guard's decision to stop, or an error that ended a guard."""
+    """A Guard's decision to stop, or an error that ended a Guard."""
 
     # The index of the event that recorded the stop or the error.
     index: int
-    # The reason for the stop; or the causes of the error, followed by the error itself.
+    # For a stop, one statement with the reason. For an error, the causes of the error, followed by
+    # the error itself.
     statements: list[Statement]
 
 
 def how_closed(events: Sequence[Event]) -> GuardClosing | None:
-    """Return how a guard closed, or None if its newest event does not record how.
+    """Return how a Guard closed, or None if the newest event does not record the closing.
 
     Args:
-        events: The guard's events, oldest first.
+        events: The Guard's events, oldest first.
     """
     if not events or events[-1].kind != "closed":
         return None
@@ -147,14 +151,14 @@ def how_closed(events: Sequence[Event]) -> GuardClosing | None:
 def statements_of_guards(
     events: Sequence[Event], *, last_step: float | None = None
 ) -> list[Statement]:
-    """Return statements for the stops of guards and for the errors that ended guards.
+    """Return statements about Guards' decisions to stop and about the errors that ended Guards.
 
     Causes come before the error that they led to. Only the newest stop or error can be fatal, and
     only if no later event or step shows that the run continued.
 
     Args:
-        events: The events of guards, oldest first.
-        last_step: The Unix time of the last step, or None if unknown.
+        events: The events of Guards, oldest first.
+        last_step: The Unix time of the run's last step, or None if unknown.
     """
     ends = _ends_of_guards(events)
     if ends:
@@ -167,7 +171,13 @@ def statements_of_guards(
 
 
 def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) -> bool:
-    """Return whether the run did not continue after the end of a guard."""
+    """Return whether a Guard's end was also the end of the run.
+
+    Args:
+        end: The newest end of a Guard.
+        events: The events of Guards, oldest first.
+        last_step: The Unix time of the run's last step, or 0 if unknown.
+    """
     if events[end.index].unix_seconds < last_step:
         return False
     if any(event.kind not in _KINDS_AT_THE_END for event in events[end.index + 1 :]):
@@ -177,7 +187,10 @@ def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) ->
 
 
 def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
-    """Return the recorded ends of guards. A stop and the error it raises count as one end."""
+    """Return the recorded ends of Guards, oldest first.
+
+    If a Guard raised an error in order to stop, the stop and this error are a single end.
+    """
     ends: list[_GuardEnd] = []
     # The index of the newest stop that no error has followed yet.
     stop: int | None = None
@@ -190,7 +203,8 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             error = _GuardEnd(index=index, statements=_error_statements(event))
             if stop is not None and _follows_from(error, ends[-1], events):
-                # The error says more than the reason for the stop, so it replaces the stop.
+                # The error is more informative than the reason for the stop, so it replaces the
+                # stop.
                 ends.pop()
             ends.append(error)
             stop = None
@@ -198,9 +212,9 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
 
 
 def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) -> bool:
-    """Return whether an error comes from an earlier stop.
+    """Return whether an error was raised because of an earlier stop.
 
-    It does if both have the same rule and the run did not continue in between.
+    This is the case if both have the same rule id and the run did not continue between them.
     """
     rule = error.statements[-1].rule
     if rule is None or rule != stop.statements[-1].rule:
@@ -209,7 +223,7 @@ def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) ->
 
 
 def _error_statements(event: Event) -> list[Statement]:
-    """Return the causes of the error that ended a guard, followed by the error itself."""
+    """Return the causes of the error that ended a Guard, followed by the error itself."""
     facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
     statements = exception_chain(facts, _statement_of_guard(event))
     statements[-1] = replace(statements[-1], rule=_rule_of(event))
@@ -217,10 +231,11 @@ def _error_statements(event: Event) -> list[Statement]:
 
 
 def _statement_of_guard(event: Event) -> Statement:
-    """Return a statement without text, with the fields that are the same for all guard events."""
+    """Return a statement without text, with the fields that all statements of Guards share."""
     return Statement(text="", source="guard", unix_seconds=event.unix_seconds, fatal=False)
 
 
+# Return the rule id that an event contains, or None.
 def _rule_of(event: Event) -> str | None:
     rule = event.data.get("rule")
     return rule if isinstance(rule, str) else None

@@ -1,8 +1,8 @@
 """Judge whether a run's loss fell.
 
-A falling loss does not always mean progress: not if several optimizers take turns (as in a GAN), if
-a policy is trained by reward, or if the loss keeps changing its sign. In these cases the outcome is
-"unclear". It is also "unclear" if the noise could hide a meaningful fall.
+A falling loss does not always indicate progress, for example if several optimizers take turns (as
+in a GAN), if a policy is trained by reward, or if the loss keeps changing sign. In these cases, the
+outcome is "unclear". It is also "unclear" if the noise could hide a meaningful fall.
 
 ``divergence`` finds losses that diverged. ``explain.causes.good_ends`` reports the outcome in the
 verdict.
@@ -26,25 +26,26 @@ MIN_LOSSES = 10
 # rate of 1e-6, such a fall takes a few hundred steps.
 _MIN_FALL = 0.01
 # A fall is certain if it exceeds this many standard errors. Two standard errors would not be
-# enough, because the level at the beginning is measured in several ways.
+# enough, because the level at the beginning is measured over several windows.
 _SURE = 4.0
 # A loss that fell by more than this many standard errors is not called flat.
 _LIKELY = 2.0
-# A rise within the first quarter is clear if it exceeds this many standard deviations of the noise.
+# An early rise, from the first loss to the level of the first quarter, is clear if it exceeds this
+# many standard deviations of the noise.
 _CLEAR_RISE = 3.0
 # A fall measured from the first loss alone must exceed this many standard deviations of the noise.
 _SURE_FROM_ONE_LOSS = 6.0
 # A loss is not called flat if its noise could hide a fall by this fraction of its level.
 _MAX_HIDDEN_FALL = 0.3
-# If the first losses are below this value, the model may have been trained before.
+# If the level of the first losses is below this value, the model may have been pretrained.
 _LOW = 0.1
 # A series of losses has both signs if at least this fraction of the losses has the rarer sign.
 _MINORITY = 0.1
 # A rise to this multiple of the first loss is a spike. It is reported even if the loss recovered,
-# unless only a single batch was affected.
+# unless it affected only a single batch.
 _SPIKE = 1000.0
-# In the search for a spike, a first loss below this value counts as this value, because a loss that
-# begins near 0 has no scale.
+# To find a spike, a first loss below this value is replaced with this value, because a loss that
+# begins near 0 provides no scale.
 _MIN_LEVEL = 1.0
 # The beginning and the end of a curve consist of at least this many losses.
 _FIRST = 3
@@ -52,7 +53,8 @@ _FIRST = 3
 # `_MIN_BLOCK_LOSSES` losses.
 _BLOCKS = 8
 _MIN_BLOCK_LOSSES = 4
-# The median of ``|a - 2 b + c|`` for normally distributed values with a standard deviation of 1.
+# The median of ``|a - 2 b + c|`` for independent, normally distributed values with a standard
+# deviation of 1.
 _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
 # For normally distributed values, the ratio of the median's standard error to that of the mean.
 _MEDIAN_ERROR = 1.25
@@ -63,14 +65,14 @@ _BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
 def learning_of_run(
     curves: Iterable[Sequence[LossReading]], *, by_reward: bool = False
 ) -> Learning:
-    """Return whether a run learned, judged by the losses of its processes.
+    """Return whether the loss of a run fell, according to the losses of its processes.
 
     Args:
         curves: The recorded losses of each rank or training process, oldest first.
         by_reward: Whether the script imported a reinforcement-learning environment package.
 
     Returns:
-        The most certain outcome of all curves. A single outcome is enough because ranks compute the
+        The most certain outcome of any curve. One curve is enough, because all ranks compute the
         same loss on different samples.
     """
     if by_reward:
@@ -100,10 +102,12 @@ def learning_from_output(log: LogText) -> Learning | None:
 def learning_of_process(readings: Sequence[LossReading]) -> Learning:
     """Return whether the loss of one process fell.
 
-    If the process trained several models one after another, the last model counts.
+    If the process trained several models one after another, only the last model is judged.
     """
     stretches = _by_optimizer(readings)
     optimizers = {stretch[0].optimizer for stretch in stretches}
+    # On average, each optimizer took at least two turns. If the optimizers were used one after
+    # another, each of them would have only one stretch.
     if len(stretches) >= 2 * len(optimizers):
         reason = "several optimizers took turns, each with its own loss"
         return Learning(outcome="unclear", reason=reason)
@@ -143,7 +147,7 @@ def learning_of(readings: Sequence[LossReading]) -> Learning:
 
 
 class _LossCurve:
-    """The finite losses of a run, with their levels at the beginning and at the end."""
+    """The finite losses of a training process, with their levels at the beginning and the end."""
 
     def __init__(self, readings: Sequence[LossReading]) -> None:
         self.readings = readings
@@ -164,15 +168,18 @@ class _LossCurve:
         """Return a `Learning` with an outcome and the levels at the beginning and at the end.
 
         Args:
-            outcome: The outcome.
-            first: The level at the beginning. The default is the level of the first quarter.
+            outcome: Whether the loss fell, was flat or rose.
+            first: The level at the beginning. The default is the median of the first quarter.
         """
         level = self.first if first is None else first
         return Learning(outcome=outcome, first=level, last=self.last, constant=self.is_constant)
 
 
 def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
-    """A loss that has both signs throughout, such as a critic's, does not measure progress."""
+    """Return "unclear" for a loss that has both signs throughout, such as that of a critic.
+
+    Such a loss does not measure progress.
+    """
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss keeps changing sign, so it does not measure progress"
         return Learning(outcome="unclear", reason=reason)
@@ -180,7 +187,7 @@ def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
 
 
 def _spiked(curve: _LossCurve) -> Learning | None:
-    """Two consecutive losses far above the first are reported even if the loss recovered."""
+    """Return "spiked" for two consecutive losses far above the first, even after a recovery."""
     limit = _SPIKE * max(abs(curve.losses[0]), _MIN_LEVEL)
     for before, after in itertools.pairwise(curve.readings):
         if min(before.loss, after.loss) > limit:
@@ -194,7 +201,7 @@ def _spiked(curve: _LossCurve) -> Learning | None:
 
 
 def _only_came_back_down(curve: _LossCurve) -> Learning | None:
-    """A loss that rose early and then came back, but not below its first value, has not fallen.
+    """Return "flat" for a loss that rose early and then fell, but not below its first value.
 
     Such an early rise is caused by a learning rate that is too high.
     """
@@ -206,13 +213,16 @@ def _only_came_back_down(curve: _LossCurve) -> Learning | None:
 
 
 def _fell(curve: _LossCurve) -> Learning | None:
-    """A fall that clearly exceeds the noise is progress."""
+    """Return "fell" for a fall that clearly exceeds the noise."""
     first = _level_it_fell_from(curve, _SURE)
     return None if first is None else curve.learning("fell", first=first)
 
 
 def _changes_sign(curve: _LossCurve) -> Learning | None:
-    """A loss that has both signs at the beginning or at the end is never called flat or rising."""
+    """Return "unclear" for a loss that has both signs at the beginning or at the end.
+
+    This rule comes after `_fell`, so such a loss can still count as fallen, but not as flat.
+    """
     if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
         reason = "the loss changes sign and does not fall by more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -220,7 +230,7 @@ def _changes_sign(curve: _LossCurve) -> Learning | None:
 
 
 def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
-    """A fall that is barely larger than the noise is uncertain."""
+    """Return "unclear" for a fall that is barely larger than the noise."""
     if _level_it_fell_from(curve, _LIKELY) is not None:
         reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -228,13 +238,16 @@ def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
 
 
 def _rose(curve: _LossCurve) -> Learning | None:
-    """A rise needs less certainty than a fall: it only shows that the loss did not fall."""
+    """Return "rose" for a loss that ended above its beginning.
+
+    A rise needs less certainty than a fall, because it only shows that the loss did not fall.
+    """
     is_rise = _is_fall(curve.last, curve.first, _LIKELY * curve.error_of_fall)
     return curve.learning("rose") if is_rise else None
 
 
 def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
-    """A loss is not called flat if its noise could hide a meaningful fall."""
+    """Return "unclear" for a loss whose noise could hide a meaningful fall."""
     largest_fall = curve.first - curve.last + _LIKELY * curve.error_of_fall
     if largest_fall > _MAX_HIDDEN_FALL * max(abs(curve.first), abs(curve.last)):
         return Learning(outcome="unclear", reason="the loss is too noisy to show a fall")
@@ -242,7 +255,10 @@ def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
 
 
 def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
-    """If the loss is low from the beginning but varies, the model may have been trained before."""
+    """Return "unclear" for a loss that is low from the beginning but varies.
+
+    The model may have been pretrained.
+    """
     if 0 < curve.first < _LOW and not curve.is_constant:
         reason = (
             f"the loss was low from the beginning: {curve.first:.3g} at first, {curve.last:.3g} at"
@@ -252,7 +268,7 @@ def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
     return None
 
 
-# The first rule that returns a result wins. If no rule does, the loss is flat.
+# The first rule that returns a `Learning` wins. If no rule returns one, the loss is flat.
 _RULES: tuple[Callable[[_LossCurve], Learning | None], ...] = (
     _changes_sign_all_the_time,
     _spiked,
@@ -269,12 +285,12 @@ _RULES: tuple[Callable[[_LossCurve], Learning | None], ...] = (
 def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
     """Return the level at the beginning from which the loss fell, or None if it did not fall.
 
-    Some losses fall within a few steps and then stay flat, and others keep falling. The level at
-    the beginning is therefore measured over windows of different sizes, from the first loss alone
-    to the first quarter. The first window that shows a fall counts.
+    Some losses fall within a few steps and then stay flat, whereas others keep falling. The level
+    at the beginning is therefore measured over windows of different sizes, from the first loss
+    alone to the first quarter. The level of the first window that shows a fall is returned.
 
     Args:
-        curve: The losses.
+        curve: The losses of a training process.
         errors: By how many standard errors the end must be lower than the beginning.
     """
     losses = curve.losses
@@ -289,8 +305,8 @@ def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
     for size in sizes:
         window = losses[:size]
         level = statistics.median(window)
-        # A small window may underestimate its own noise, so the noise computed above is a lower
-        # bound.
+        # The noise may be underestimated in a small window, so the noise computed above is used as
+        # a lower bound.
         error = max(_error(window), _MEDIAN_ERROR * noise / math.sqrt(size))
         if _is_fall(level, curve.last, errors * math.hypot(error, _error(curve.end))):
             return level
@@ -305,8 +321,8 @@ def _is_fall(first: float, last: float, noise: float) -> bool:
 def _noise(losses: Sequence[float]) -> float:
     """Return the standard deviation of the noise in a series of losses.
 
-    The noise is estimated from the distance between each loss and the mean of its two neighbors. A
-    steady rise or fall of the loss does not affect this distance.
+    The noise is estimated from the difference between each loss and the mean of its two neighbors.
+    A steady rise or fall of the loss does not affect this difference.
     """
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     distances = [abs(before - 2 * loss + after) for before, loss, after in triples]
@@ -316,8 +332,8 @@ def _noise(losses: Sequence[float]) -> float:
 def _error(losses: Sequence[float]) -> float:
     """Return the standard error of the median of a series of losses.
 
-    If there are enough losses, the spread of the medians of blocks is a lower bound, which accounts
-    for slow noise.
+    If there are enough losses, the spread of the medians of several blocks is a lower bound. This
+    accounts for noise that changes slowly.
     """
     error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS
@@ -329,6 +345,7 @@ def _error(losses: Sequence[float]) -> float:
     return max(error, statistics.stdev(blocks) / math.sqrt(_BLOCKS))
 
 
+# Return whether at least the fraction `_MINORITY` of the losses has the rarer sign.
 def _has_both_signs(losses: Sequence[float]) -> bool:
     negative = sum(loss < 0 for loss in losses)
     return min(negative, len(losses) - negative) >= _MINORITY * len(losses)

@@ -17,12 +17,12 @@ _MAX_EXIT_MESSAGE_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """How a process that had loaded torch exited.
+    """How an observed process exited.
 
     Attributes:
         call: The call that ended the process, such as ``"sys.exit"`` or ``"os._exit"``, or another
             word that the observer recorded. None if unknown.
-        message: The argument of `sys.exit`.
+        message: The message that was passed to `sys.exit`; empty if there was none.
     """
 
     call: str | None = None
@@ -31,7 +31,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedProcess:
-    """An observed process of an attempt, with its events and its last published progress."""
+    """An observed process of an attempt, with its events and the progress it published last."""
 
     folder: Path
     info: ProcessInfo
@@ -46,7 +46,8 @@ class ObservedProcess:
     def exit(self) -> ProcessExit:
         """Return how the process exited.
 
-        A process that loaded torch but did not record its exit must have called ``os._exit``.
+        A process that loaded torch but did not record its exit is assumed to have called
+        ``os._exit``.
         """
         exits = [event for event in self.events if event.kind == "exiting"]
         if exits:
@@ -66,9 +67,10 @@ def pids_that_died(
     """Return the PIDs of training processes that an exception ended and that were not replaced.
 
     If the command ended with status 0, these processes are hidden failures: a shell pipeline, or a
-    parent that ignores its child's status, did not pass on the failure. A failed process counts as
-    replaced if another training process finished normally after it. A script that failed before its
-    first step is a training process; a helper that the script started, such as a compiler, is not.
+    parent that ignores its child's status, did not pass on the failure. A failed process is
+    considered replaced if another training process finished normally after it failed. A script that
+    failed before its first step is a training process, but a helper that the script started, such
+    as a compiler, is not.
 
     Args:
         processes: All observed processes of the attempt.
@@ -89,7 +91,7 @@ def _pids_ended_by_exception(
 ) -> set[int | None]:
     """Return the PIDs of processes that an exception ended.
 
-    A KeyboardInterrupt or a call to `sys.exit` does not count.
+    Processes that a `KeyboardInterrupt` or a call to `sys.exit` ended are not included.
     """
     called_sys_exit = {
         process.info.pid for process in processes if process.exit().call == "sys.exit"
@@ -104,10 +106,10 @@ def _pids_ended_by_exception(
 
 
 def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedProcess]:
-    """Return the trainers, and processes that loaded torch and whose parent did not load torch.
+    """Return the trainers, and other processes that loaded torch although their parent did not.
 
-    The second group contains scripts that failed before their first step. If the parent loaded
-    torch, the process is a helper of the parent.
+    The second group contains scripts that failed before their first step. If the parent of a
+    process loaded torch, the process is a helper of its parent.
     """
     with_torch = [
         process
@@ -123,7 +125,8 @@ def _training_processes(processes: Sequence[ObservedProcess]) -> list[ObservedPr
 def _was_replaced(failed: ObservedProcess, survivors: Sequence[ObservedProcess]) -> bool:
     """Return whether a survivor may have replaced a failed process.
 
-    It may if it finished normally after the failure. Only a trainer can replace a trainer.
+    A survivor may have done so if it finished normally after the failure. Only a trainer can
+    replace a trainer.
     """
     failed_since = failed.standing.since_seconds if failed.standing is not None else 0.0
     for survivor in survivors:

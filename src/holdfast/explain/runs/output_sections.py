@@ -1,4 +1,4 @@
-"""Find the section of ``output.log`` that an attempt printed.
+"""Find the section of ``output.log`` that contains the output of an attempt.
 
 All attempts of a run append their output to the same file.
 """
@@ -15,12 +15,12 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSection:
-    """The position of an attempt's output in the file.
+    """The position of an attempt's output in the output file.
 
     Attributes:
-        start: Offset of the first byte.
-        end: Offset after the last byte.
-        first_line: Line number of the first line, counted from 1.
+        start: The offset of the section's first byte.
+        end: The offset after the section's last byte.
+        first_line: The line number of the section's first line, counted from 1.
     """
 
     start: int
@@ -31,8 +31,13 @@ class OutputSection:
 def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
     """Return the section of an attempt, which starts at the line that announces the attempt.
 
-    If there is no such line, the section is the whole file. If there are several, the last one
-    counts, because the command may have printed such a line itself.
+    If no line announces the attempt, the section starts at the beginning of the file. If several
+    lines do, the section starts at the last of them, because a command may have printed such a line
+    itself.
+
+    Args:
+        stream: The output file, positioned at its beginning.
+        attempt: The number of the attempt, counted from 0.
     """
     own_line = ATTEMPT_LINE.format(number=attempt).encode()
     next_line = ATTEMPT_LINE.format(number=attempt + 1).encode()
@@ -40,7 +45,7 @@ def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
     end: int | None = None
     first_line = 1
     # `pending` holds bytes that may be the beginning of an announcement. `offset` and `line` are
-    # the position of its first byte.
+    # the offset and the line number of the first pending byte.
     offset = 0
     line = 1
     pending = b""
@@ -54,6 +59,7 @@ def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
         next_place = data.find(next_line, max(own_place, 0))
         if next_place >= 0 and end is None:
             end = offset + next_place
+        # Keep as many bytes as an announcement has, because one may be split between two chunks.
         pending = data[-len(next_line) :]
         passed = len(data) - len(pending)
         line += data.count(b"\n", 0, passed)

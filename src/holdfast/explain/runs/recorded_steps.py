@@ -1,7 +1,7 @@
 """Read the losses and loader waiting times of the steps that processes and Guards recorded.
 
-Steps that cannot be read are silently left out. `Recordings.events` reports the damage when it
-reads the events in the same folder.
+Steps that cannot be read are silently omitted. `Recordings.events` reports the damage when it reads
+the events in the same folder.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from holdfast.recorder.progress import StepSample, read_samples
 from holdfast.recorder.reader import StepRecord, read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 
-# The smallest number of records that a row of ``recorder.history`` summarizes.
+# The smallest number of records that one row of ``recorder.history`` summarizes.
 _RECORDS_OF_A_ROW = 64
-# Loader waiting times are only judged if there are enough steps and the total wait is long enough.
-# A run that lasts only seconds may spend half its time starting workers.
+# Loader waiting times are judged only if there are at least this many steps and the total wait is
+# at least this long. A run that lasts only seconds may spend half its time starting workers.
 _MIN_JUDGED_STEPS = 10
 _MIN_WAIT_SECONDS = 2.0
 
@@ -31,7 +31,7 @@ class LossReading(NamedTuple):
 
     step: int
     loss: float
-    # The number of the optimizer that stepped, or 0 if it was not recorded.
+    # The number that identifies the optimizer that stepped, or 0 if it was not recorded.
     optimizer: int = 0
 
 
@@ -54,7 +54,7 @@ def steps_of_guard(
 
 
 def newest_step_of_guard(folder: Path) -> StepRecord | None:
-    """Return the newest step that a Guard committed, or None."""
+    """Return the newest step that a Guard committed, or None if there is none."""
     return max(steps_of_guard(folder), key=lambda step: step.unix_seconds, default=None)
 
 
@@ -70,9 +70,9 @@ def losses_of_guard(folder: Path, until: float) -> list[LossReading]:
 def losses_of_process(folder: Path) -> list[LossReading]:
     """Return the losses that a process recorded, oldest first.
 
-    The sample ring holds only the newest steps. Of older steps, the history keeps means over many
-    steps. If there is a history, the losses of the newest steps are averaged in the same way, so
-    that all losses are equally noisy.
+    The sample ring holds only the newest steps. For older steps, the history contains means over
+    many steps. If there is a history, the losses of the newest steps are averaged in the same way,
+    so that all losses are equally noisy.
     """
     readings = [
         LossReading(sample.step, sample.loss, sample.optimizer)
@@ -100,7 +100,7 @@ def losses_of_process(folder: Path) -> list[LossReading]:
 
 
 def _means(readings: Sequence[LossReading]) -> list[LossReading]:
-    """Average each optimizer's readings over stretches that are as long as a row of the history."""
+    """Return the means of each optimizer's readings over as many steps as a history row covers."""
     means: list[LossReading] = []
     for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
         own = [reading for reading in readings if reading.optimizer == optimizer]
@@ -112,10 +112,10 @@ def _means(readings: Sequence[LossReading]) -> list[LossReading]:
 
 
 def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long steps waited for their loader.
+    """Return how long the steps of a run waited for the loader.
 
     The first step of each process is ignored, because the loader starts during that step. Return
-    None if there are too few steps or the total wait is too short to be judged.
+    None if there are too few steps, or if the total wait is too short to be judged.
 
     Args:
         folders: The folders of the training processes.

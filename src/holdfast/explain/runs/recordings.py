@@ -31,9 +31,9 @@ from holdfast.recorder.run_files import (
 
 # The newest format of run directories that this version of holdfast can read.
 FORMAT = 1
-# The folder in a run directory to which a guard records. It has a subfolder for each rank.
+# The folder in a run directory to which a Guard records. It has a subfolder for each rank.
 _GUARD_FOLDER = "recorder"
-# At most this many guard recordings of a run are read. A notebook may open any number of guards.
+# At most this many Guard recordings of a run are read. A notebook may open any number of Guards.
 _MAX_GUARDS = 64
 
 
@@ -45,11 +45,11 @@ class Recordings:
     run: Path
     # Whether `holdfast run` created the directory.
     supervised: bool
-    # Recordings that could not be read, one sentence each.
+    # One clause for each recording that could not be read or is incomplete.
     missing: list[str] = field(default_factory=list)
 
     def events(self, folder: Path) -> list[Event]:
-        """Return the events in the ring of a folder, oldest first.
+        """Return the events in a folder's event ring, oldest first.
 
         If the ring cannot be read, the reason is added to `missing` and no events are returned.
         """
@@ -62,13 +62,13 @@ class Recordings:
         return [event for event in events if isinstance(event.unix_seconds, (int, float))]
 
     def note_overwritten_steps(self, folders: Mapping[Path, str]) -> None:
-        """Add a sentence to `missing` for each process whose older steps were overwritten.
+        """Add a clause to `missing` for each process or Guard whose older steps were overwritten.
 
         Args:
-            folders: Maps the folder of each process to a name for the process.
+            folders: The name of each process or Guard, keyed by its folder.
         """
         for folder, name in folders.items():
-            # Ignore damage: it is reported when the events in this folder are read.
+            # Ignore damage here, because it is reported when the events in this folder are read.
             with suppress(HoldfastError, OSError, ValueError):
                 clause = describe_lost_steps(folder)
                 if clause:
@@ -82,7 +82,7 @@ class Recordings:
         return _read_json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
 
     def supervisor_events(self) -> list[Event]:
-        """Return the events of the supervisor."""
+        """Return the supervisor's events, oldest first; none if the run was not supervised."""
         return self.events(self.run / SUPERVISOR_FOLDER) if self.supervised else []
 
     def processes(self) -> list[tuple[Path, ProcessInfo]]:
@@ -102,12 +102,12 @@ class Recordings:
             return None
 
     def guards(self, events: list[Event]) -> list[Path]:
-        """Return the folders to which guards recorded.
+        """Return the folders to which Guards recorded, without duplicates.
 
-        These may be in this run directory or in the directories that `events` name.
+        The folders are in this run directory or in directories that are named in `events`.
 
         Args:
-            events: The events of processes. They name the directory of each guard that a process
+            events: The events of processes, which name the directory of each Guard that a process
                 opened.
         """
         folders = _folders_of_ranks(self.run)
@@ -143,7 +143,7 @@ def open_recordings(run: Path) -> Recordings:
 def _check_format(run: Path) -> None:
     """Raise H734 if a newer version of holdfast created a run directory.
 
-    A directory without a format number counts as the current format.
+    A directory without a format number is assumed to have the current format.
     """
     description = _read_json_object(run / SUPERVISED_FILE) or {}
     number = description.get("format", FORMAT)
@@ -213,7 +213,7 @@ def near_path(path: Path) -> Path | None:
 
 
 def _folders_of_ranks(run: Path) -> list[Path]:
-    """Return the folders in which the ranks of a guard recorded events."""
+    """Return the folders in a run directory in which the ranks of a Guard recorded events."""
     try:
         folders = sorted((run / _GUARD_FOLDER).iterdir())
         return [folder for folder in folders if (folder / EVENTS_FILE).exists()]
@@ -222,7 +222,7 @@ def _folders_of_ranks(run: Path) -> list[Path]:
 
 
 def _read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file, or None if the file cannot be read as a JSON object."""
+    """Return the JSON object in a file, or None if the file does not contain a JSON object."""
     try:
         value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):

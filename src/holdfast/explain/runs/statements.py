@@ -1,6 +1,6 @@
-"""Turn recorded exceptions into statements, and merge them with the statements of the log.
+"""Convert recorded exceptions to statements, and merge them with the statements from the log.
 
-``explain.causes.weighing`` judges which statement matters.
+``explain.causes.weighing`` judges which statements matter.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
-# At most this many causes of an exception are used. The chain can be longer if exception handlers
-# recurse.
+# At most this many causes of an exception are used. A chain of exceptions can be longer if
+# exception handlers recurse.
 _MAX_CAUSES = 20
 _MAX_TEXT_CHARACTERS = 20_000
-# How many characters of the first line are compared to find out whether a log and a recording show
-# the same exception.
+# How many characters of the first line are compared to determine whether a log and a recording
+# contain the same exception.
 _COMPARED_CHARACTERS = 120
 
 
 def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
-    """Return the exceptions that a process recorded. Causes come before the exception itself."""
+    """Return the exceptions that a process recorded, each preceded by its causes."""
     statements: list[Statement] = []
     for event in events:
         if event.kind != "exception":
@@ -50,11 +50,11 @@ def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Stateme
 
     Args:
         facts: The exception, in the form in which ``core.raised`` records it.
-        common: A statement with the fields that all of these statements share, and the position of
-            the first one.
+        common: A statement with the values of the fields that all returned statements share, and
+            with the position of the first of them.
     """
     chain = facts.get("chain")
-    # The recorded chain starts with the direct cause.
+    # The recorded chain starts with the direct cause, so it is reversed below.
     causes = chain if isinstance(chain, list) else []
     causes = [cause for cause in causes if isinstance(cause, Mapping)][:_MAX_CAUSES]
     statements: list[Statement] = []
@@ -73,7 +73,7 @@ def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Stateme
 
 
 def _frames_of(value: Any) -> tuple[Frame, ...]:
-    """Return recorded frames, ignoring malformed entries."""
+    """Return the frames of a recorded exception, ignoring malformed entries."""
     if not isinstance(value, list):
         return ()
     return tuple(
@@ -84,9 +84,10 @@ def _frames_of(value: Any) -> tuple[Frame, ...]:
 
 
 def _nested_exceptions(raised: Statement) -> list[Statement]:
-    """Return the exceptions whose tracebacks are part of a message, root cause first.
+    """Return the exceptions whose tracebacks are part of an exception's message, root cause first.
 
-    The message of an exception from a loader worker contains the worker's traceback.
+    For example, if a loader worker fails, the exception in its parent contains the worker's
+    traceback.
     """
     if "raceback (most recent call last)" not in raised.text:
         return []
@@ -105,9 +106,9 @@ def _nested_exceptions(raised: Statement) -> list[Statement]:
 
 
 def event_text(value: Any) -> str:
-    """Return the text in an event's field, shortened and without escape sequences.
+    """Return the value of an event's field as text, shortened and without escape sequences.
 
-    Return an empty string if the value is not text.
+    Return an empty string if the value is not a string.
     """
     return plain_text(value)[:_MAX_TEXT_CHARACTERS] if isinstance(value, str) else ""
 
@@ -118,14 +119,17 @@ def event_text(value: Any) -> str:
 def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
     """Merge the statements of recordings with those of a log, without duplicate exceptions.
 
-    The result has the statements of the log in their order, then the statements that are only in
-    recordings. If an exception is in both, its frames, time, rank, PID and whether it was fatal
-    come from the recording.
+    If an exception is in both, the recording provides its frames, time, rank and PID, and
+    determines whether it was fatal.
+
+    Returns:
+        The statements of the log in their order, followed by the statements that occur only in
+        recordings.
     """
     remaining = list(recorded)
     statements: list[Statement] = []
-    # If several exceptions are identical, going backwards pairs the newest recording with the
-    # newest text in the log.
+    # If several exceptions are identical, iterating in reverse pairs the newest recording with the
+    # newest statement in the log.
     for statement in reversed(logged):
         twin = _newest_twin(statement, remaining)
         if twin is not None:
@@ -150,7 +154,7 @@ def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Stateme
 
 
 def _completed(logged: Statement, recorded: Statement) -> Statement:
-    """Return an exception from the log, completed with the fields of its recording."""
+    """Return an exception from the log, with the fields that its recording provides."""
     return replace(
         logged,
         frames=recorded.frames or logged.frames,
@@ -163,9 +167,9 @@ def _completed(logged: Statement, recorded: Statement) -> Statement:
 
 
 def is_same_exception(first: Statement, second: Statement) -> bool:
-    """Return whether two statements show the same exception.
+    """Return whether two statements describe the same exception.
 
-    They do if the class, the rank (if both are known) and the beginning of the message agree.
+    They do if the class, the rank (if known for both) and the beginning of the message agree.
     """
     if first.exception != second.exception:
         return False
@@ -174,6 +178,7 @@ def is_same_exception(first: Statement, second: Statement) -> bool:
     return _compared_text(first) == _compared_text(second)
 
 
+# Return the beginning of a statement's first line, by which exceptions are compared.
 def _compared_text(statement: Statement) -> str:
     first_line = statement.text.strip().split("\n")[0]
     return first_line[:_COMPARED_CHARACTERS].rstrip()

@@ -19,8 +19,8 @@ class SupervisorRecord:
     Attributes:
         number: The number of the attempt, counted from 0.
         events: The events from the start of this attempt to the start of the next attempt.
-        restarts: The restarts that led to this attempt, including restarts without a recorded
-            attempt number.
+        restarts: The restarts that preceded this attempt or started it, including restarts for
+            which no attempt number was recorded.
         began: The Unix time at which the attempt began; 0 if unknown.
         until: The Unix time at which the next attempt began; infinity if there is no later attempt.
     """
@@ -33,7 +33,7 @@ class SupervisorRecord:
 
     @property
     def end(self) -> Event | None:
-        """Return the event that records the end of the attempt, or None if there is none."""
+        """Return the event that recorded the end of the attempt, or None if there is none."""
         for event in self.events:
             if event.kind == "attempt_ended":
                 return event
@@ -46,12 +46,15 @@ class SupervisorRecord:
 
     @property
     def stop_signal(self) -> int | None:
-        """Return the signal with which the user asked the supervisor to stop, or None."""
+        """Return the number of the signal with which the user requested a stop, or None."""
         return integer_of(self.end, "asked_by")
 
     @property
     def sender(self) -> str | None:
-        """Return who sent the signal that ended the command: "user", "supervisor" or None."""
+        """Return who sent the signal that ended the command: "user", "supervisor", or None.
+
+        None means that the sender is unknown or that no signal was sent.
+        """
         end = self.end
         if end is None:
             return None
@@ -62,11 +65,11 @@ class SupervisorRecord:
         return None
 
     def covers(self, unix_seconds: float) -> bool:
-        """Return whether a Unix time lies between the start of this attempt and of the next one."""
+        """Return whether a Unix time is between the starts of this attempt and the next one."""
         return self.began <= unix_seconds < self.until
 
     def reasons_for_restarts(self) -> list[str]:
-        """Return why earlier attempts were restarted, one clause each."""
+        """Return one clause per restart that gives its reason and the changes made for it."""
         clauses = []
         for restart in self.restarts:
             why = restart.data.get("why") or restart.data.get("cause") or "no reason recorded"
@@ -79,7 +82,7 @@ class SupervisorRecord:
         return clauses
 
     def applied_changes(self) -> dict[str, Any]:
-        """Return the environment variables that restarts set for the attempt."""
+        """Return the environment variables that the supervisor's restarts set for this attempt."""
         applied: dict[str, Any] = {}
         for restart in self.restarts:
             if integer_of(restart, "attempt") is not None:
@@ -91,11 +94,11 @@ def read_supervisor_record(recordings: Recordings, requested: int | None) -> Sup
     """Return the supervisor's record of an attempt.
 
     Args:
-        recordings: The run directory.
+        recordings: The recordings in the run directory.
         requested: The number of the attempt, counted from 0, or None for the newest attempt.
 
     Raises:
-        PolicyError: H105 if there is no such attempt.
+        PolicyError: H105 if the run has no attempt with this number.
     """
     events = recordings.supervisor_events()
     number = _choose_number(recordings, events, requested)
@@ -116,18 +119,19 @@ def read_supervisor_record(recordings: Recordings, requested: int | None) -> Sup
 
 
 def integer_of(event: Event | None, key: str) -> int | None:
-    """Return the integer in an event's field, or None if there is no event or no integer in it."""
+    """Return the integer in a field of an event, or None if there is no event or no integer."""
     value = None if event is None else event.data.get(key)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     return None
 
 
+# Return the requested attempt's number, or that of the newest attempt if None was requested.
 def _choose_number(recordings: Recordings, events: Sequence[Event], requested: int | None) -> int:
     numbers = []
     for event in events:
-        # A "restart" event announces the next attempt. It counts as an attempt only if the
-        # supervisor was killed before it could start that attempt.
+        # A "restart" event announces the next attempt. It counts only if the supervisor was killed,
+        # because the announced attempt may then have no event of its own.
         is_announcement = event.kind == "restart" and recordings.supervisor_loss() is None
         number = integer_of(event, "attempt")
         if number is not None and not is_announcement:
@@ -150,7 +154,7 @@ def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
     """Return the events from the start of an attempt to the start of the next attempt."""
     current = -1
     if not any(event.kind == "attempt_started" for event in events):
-        # The recording is damaged. Assume that all events belong to this attempt.
+        # The recording is damaged. Assume that all events are about this attempt.
         current = number
     own_events = []
     for event in events:
@@ -162,6 +166,7 @@ def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
     return own_events
 
 
+# Yield the restarts that preceded or started an attempt, or that have no attempt number.
 def _restarts_up_to(events: Sequence[Event], number: int) -> Iterator[Event]:
     for event in events:
         attempt = integer_of(event, "attempt")
@@ -169,6 +174,7 @@ def _restarts_up_to(events: Sequence[Event], number: int) -> Iterator[Event]:
             yield event
 
 
+# Return the environment variables that a restart set.
 def _changes_of(restart: Event) -> dict[str, Any]:
     changes = restart.data.get("changes")
     return changes if isinstance(changes, dict) else {}

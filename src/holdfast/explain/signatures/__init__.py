@@ -1,12 +1,13 @@
 """The catalog of signatures: one for every known kind of failure.
 
-The YAML files in this folder contain the entries of the catalog, with the fields of `Signature`.
-The two signatures for runs in which nothing failed are defined in code: `holdfast run` needs only
-these after a successful run, and parsing the YAML files would take longer than all its other work.
+The YAML files in this package's directory contain the entries of the catalog, with the fields of
+`Signature`. The two signatures for runs in which nothing failed are defined in code: `holdfast run`
+needs no others after a successful run, and parsing the YAML files would take longer than everything
+else that it does after the run.
 
-`all_signatures` returns the catalog. `kinds_of_unknown` returns the classes for failures that match
-no signature. ``matching`` finds the signatures that match a text. ``endings`` and ``leaks`` define
-the signature ids that code refers to.
+`all_signatures` returns the catalog. `kinds_of_unknown` returns the kinds of failures that match no
+signature. ``matching`` finds the signatures that match a text. ``endings`` and ``leaks`` define the
+signature ids that code refers to.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ UNJUDGED = Signature(
 
 @functools.cache
 def all_signatures() -> dict[str, Signature]:
-    """Return all signatures by id, in ascending order of the ids.
+    """Return all signatures, keyed by id, in ascending order of the ids.
 
     Raises:
-        ValueError: Two entries have the same id, or an entry has an unknown field.
+        ValueError: If two entries have the same id or an entry has an unknown field.
     """
     signatures = {WELL.id: WELL, UNJUDGED.id: UNJUDGED}
     for entry in _entries():
@@ -68,9 +69,9 @@ def all_signatures() -> dict[str, Signature]:
 
 @functools.cache
 def kinds_of_unknown() -> tuple[Signature, ...]:
-    """Return the classes for exceptions and error lines that match no signature.
+    """Return the kinds of failures that match no signature, each of which has a class.
 
-    All of these entries have the id of an uncaught exception, because the verdict quotes the
+    All of these kinds have the id of an uncaught exception, because the verdict quotes the
     exception itself.
     """
     return tuple(
@@ -79,7 +80,10 @@ def kinds_of_unknown() -> tuple[Signature, ...]:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    """Yield the entries in all catalog files, and the entries derived from them."""
+    """Yield the entries in all catalog files, and entries for leaks in device memory.
+
+    The latter are derived from the entries for leaks in host memory.
+    """
     for file in resources.files(__name__).iterdir():
         if not file.name.endswith(".yaml") or file.name == KINDS_FILE:
             continue
@@ -90,11 +94,11 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 
 def _read_entries(name: str) -> list[dict[str, Any]]:
-    # Imported here because a process that only needs the id of a leak never parses YAML.
+    # Imported here because a process that needs only the ids of signatures never parses YAML.
     import yaml
 
     text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
-    # If libyaml is installed, its loader is ten times as fast. Both loaders are safe.
+    # If PyYAML was built with libyaml, its C loader is ten times as fast. Both loaders are safe.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: list[dict[str, Any]] = yaml.load(text, loader)  # noqa: S506
     return entries
@@ -110,6 +114,7 @@ def _leak_on_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Return the signature that is described by an entry of a YAML file.
 def _signature_from(entry: dict[str, Any]) -> Signature:
     fields = {name: _as_tuples(value) for name, value in entry.items()}
     try:

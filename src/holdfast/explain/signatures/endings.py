@@ -1,7 +1,8 @@
 """The ids of the signatures that code refers to by name.
 
-Most of these signatures are chosen by how a process ended, if no statement says why. Their entries
-are in ``endings.yaml``. The others are matched by text but need special treatment in code.
+Most of these signatures are chosen according to how a process ended, if no statement says why it
+ended. Their entries are in ``endings.yaml``. The other signatures are matched by text but need
+special treatment in code.
 """
 
 from __future__ import annotations

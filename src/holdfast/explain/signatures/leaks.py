@@ -1,13 +1,13 @@
 """The signature ids for memory leaks: memory that is kept alive from step to step.
 
-The entries are in ``leaks.yaml``. This module imports no other module, because the training process
-imports it.
+The entries are in ``leaks.yaml``. This module imports no other module, so that the training process
+can import it at little cost.
 """
 
 from __future__ import annotations
 
-# The kinds of leaks in the order of their ids: from H1501 for host memory, and from H1521 for
-# device memory.
+# The kinds of leaks in the order of their ids, which start at H1501 for host memory and at H1521
+# for device memory.
 KINDS = (
     "container",
     "graph",
@@ -33,7 +33,7 @@ def signature_of(kind: str, *, on_host: bool) -> str:
         on_host: True for a leak in host memory, False for a leak in device memory.
 
     Raises:
-        ValueError: `kind` is not one of `KINDS`.
+        ValueError: If `kind` is not one of `KINDS`.
     """
     first = _FIRST_ON_HOST if on_host else _FIRST_ON_DEVICE
     return f"H{first + KINDS.index(kind)}"

@@ -1,7 +1,7 @@
-"""Find the signatures that match a statement, and order them from best to worst match.
+"""Find the signatures that match a statement, and sort them from best to worst match.
 
 There are about two hundred signatures, each with many patterns, and a log has thousands of lines.
-To be fast, the search uses an index of the words that the patterns require.
+For speed, the search uses an index of words that the patterns require.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
 from holdfast.explain.signatures.signature import Signature
 
-# How many characters of a text are searched. The message of an exception can be long, for example
-# if it lists all keys of a state dict. Error lines in logs are shorter.
+# How many characters of a text are searched for patterns. The message of an exception can be long,
+# for example if it lists all keys of a state dict. Error lines in logs are shorter.
 _SEARCHED_OF_A_MESSAGE = 20_000
 _SEARCHED_OF_A_LINE = 4_000
 _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
@@ -34,21 +34,21 @@ class SignatureMatch(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """One form of a statement that is searched for patterns."""
+    """One form of a statement's text that is searched for patterns, also in lower case."""
 
     text: str
     lowered: str
 
 
 def match_all(statement: Statement) -> list[SignatureMatch]:
-    """Return all signatures that match a statement, best match first."""
+    """Return all signatures that match a statement, with the best match first."""
     return _match(statement, _index_of_signatures())
 
 
 def best_kind(statement: Statement) -> Signature | None:
     """Return the kind of unknown failure that matches a statement best, or None.
 
-    The kind gives a class to an exception or a line that matches no signature.
+    The kind determines the class of an exception or a line that matches no signature.
     """
     matches = _match(statement, _index_of_kinds())
     return matches[0].signature if matches else None
@@ -64,6 +64,7 @@ def _index_of_kinds() -> _Index:
     return _Index(kinds_of_unknown())
 
 
+# Return the signatures of an index that match a statement, with the best match first.
 def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
     texts = _searched_texts(statement)
     places = _searched_places(statement)
@@ -76,7 +77,7 @@ def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
 
 
 class _Index:
-    """An index of signatures by required words. A matching text contains at least one of them."""
+    """An index that finds signatures by words, at least one of which a matching text contains."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._signatures = [
@@ -90,7 +91,11 @@ class _Index:
                 self._positions_by_word[word].append(position)
 
     def possible_matches(self, lowered: str) -> list[_IndexedSignature]:
-        """Return the signatures that can match a text, which is given in lower case."""
+        """Return the signatures that can match a text.
+
+        Args:
+            lowered: The text in lower case.
+        """
         positions: set[int] = set()
         for word, positions_of_word in self._positions_by_word.items():
             if word in lowered:
@@ -105,8 +110,8 @@ class _IndexedSignature:
     signature: Signature
     patterns: tuple[QuickPattern, ...]
     frames: tuple[re.Pattern[str], ...]
-    # Pairs of a pattern and a regular expression. The pattern counts only if a frame matches the
-    # expression.
+    # Pairs of a pattern for the text and a regular expression for frames. The pattern applies only
+    # if a frame matches the expression.
     in_frames: tuple[tuple[QuickPattern, re.Pattern[str]], ...]
 
     @classmethod
@@ -121,7 +126,7 @@ class _IndexedSignature:
         )
 
     def necessary_words(self) -> frozenset[str]:
-        """Return words such that every matching text contains at least one of them.
+        """Return a set of words, at least one of which every matching text contains.
 
         If no such words are known, return ``{""}``, because every text contains the empty string.
         """
@@ -133,11 +138,12 @@ class _IndexedSignature:
     def order(
         self, statement: Statement, texts: Sequence[_Text], places: Sequence[str]
     ) -> tuple[float, ...] | None:
-        """Return a sort key for how well the signature matches, or None if it does not match.
+        """Return a sort key that says how well the signature matches, or None if it does not match.
 
-        The smallest key is the best match. The signature with the smallest rank wins. If ranks are
-        equal, the signature with more conditions (exception class, frames) wins, then the signature
-        whose pattern covers more of the text, then the signature with the smaller id.
+        The best match has the smallest key. Signatures are compared by rank, where a smaller rank
+        is better. If the ranks are equal, the signature with more conditions (exception class,
+        frames) is better, then the signature whose pattern covers more of the text, then the
+        signature with the smaller id.
         """
         if not self._may_match(statement, places):
             return None
@@ -151,7 +157,7 @@ class _IndexedSignature:
         return (signature.rank, -conditions, -covered, int(signature.id[1:]))
 
     def _may_match(self, statement: Statement, places: Sequence[str]) -> bool:
-        """Return whether the conditions on the statement's kind, class and frames hold."""
+        """Return whether the statement's kind, exception class and frames allow a match."""
         if statement.kind == "line":
             return not self.signature.only_exceptions
         classes = self.signature.exceptions
@@ -159,6 +165,7 @@ class _IndexedSignature:
             return False
         return not self.frames or _any_matches(self.frames, places)
 
+    # Return the patterns that apply to a statement, given its frames as searched places.
     def _patterns_for(self, statement: Statement, places: Sequence[str]) -> list[QuickPattern]:
         patterns = list(self.patterns)
         if statement.kind == "exception":
@@ -169,24 +176,26 @@ class _IndexedSignature:
 
 
 def _searched_texts(statement: Statement) -> list[_Text]:
-    """Return the forms of a statement that are searched for patterns, most reliable form first."""
+    """Return the forms of a statement's text to be searched, with the most reliable one first."""
     limit = _SEARCHED_OF_A_MESSAGE if statement.kind == "exception" else _SEARCHED_OF_A_LINE
     message = statement.text[:limit]
     forms = [message]
     if statement.exception is not None:
         forms.append(f"{statement.exception}: {message}" if message else statement.exception)
     if "\n" in message:
-        # Also search the message as one line, because it may have been wrapped when it was pasted.
+        # Also search the message without its line breaks, which may have been added when the log
+        # was copied and pasted.
         forms.append(" ".join(message.split()))
     elif statement.kind == "line" and statement.last:
+        # Patterns recognize the last line of a log by its line terminator.
         forms[0] += "\n"
     return [_Text(form, form.lower()) for form in forms]
 
 
 def _searched_places(statement: Statement) -> list[str]:
-    """Return each frame as ``file:function``, followed by a marked form of the innermost frame."""
+    """Return each frame as ``file:function``, followed by the innermost frame with its markers."""
     places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
-    # If `__getattr__` raised the exception, its caller is the frame that accessed the attribute.
+    # If `__getattr__` raised the exception, the frame that accessed the attribute is its caller.
     accessing = [frame for frame in statement.frames if frame.function != "__getattr__"]
     if accessing:
         places.append(_innermost_place(accessing[-1], statement.text))
@@ -194,7 +203,12 @@ def _searched_places(statement: Statement) -> list[str]:
 
 
 def _innermost_place(frame: Frame, message: str) -> str:
-    """Return the innermost frame with the marks that `Signature.in_frames` describes."""
+    """Return the innermost frame as text with the markers that `Signature.in_frames` describes.
+
+    Args:
+        frame: The innermost frame that is not in ``__getattr__``.
+        message: The message of the exception, which may name a missing attribute.
+    """
     place = f"innermost {frame.file}:{frame.function}"
     if is_user_code(frame):
         place += " own"
@@ -211,7 +225,7 @@ def _any_matches(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> 
 def _covered_characters(texts: Sequence[_Text], patterns: Sequence[QuickPattern]) -> int | None:
     """Return how many characters the longest match covers, or None if no pattern matches.
 
-    Only the first form of the text that contains a match is considered.
+    Only the first of `texts` that contains a match is considered.
     """
     for text, lowered in texts:
         matches = [pattern.search(text, lowered) for pattern in patterns]

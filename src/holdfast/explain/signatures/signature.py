@@ -1,7 +1,7 @@
 """`Signature`: how to recognize one kind of failure in messages and logs, and how to fix it.
 
-The signatures are the entries in ``signatures/*.yaml``. `matching` finds the signatures that match
-a text.
+Most signatures are entries in ``signatures/*.yaml``. `matching` finds the signatures that match a
+text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 # The classes of causes. The exit code of ``holdfast explain`` is 0 for the first class and 10 plus
-# the index for any other class, so their order must not change.
+# the index in this list for any other class, so the order of the classes must not change.
 Family = Literal[
     "ended well",
     "unknown",
@@ -34,7 +34,7 @@ Family = Literal[
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
-# A root can be the original failure. A cascade always follows from a failure elsewhere.
+# A root can be the original failure. A cascade is always the consequence of a failure elsewhere.
 Role = Literal["root", "cascade"]
 
 # What a supervisor may do after a failure:
@@ -47,7 +47,7 @@ Restart = Literal["retry", "remedy", "preempted", "stop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One kind of failure, and the patterns that recognize it. Patterns ignore case.
+    """One kind of failure, and the case-insensitive patterns that recognize it.
 
     Args:
         id: The id, such as ``"H901"``. An id is never reused with another meaning.
@@ -55,31 +55,32 @@ class Signature:
         family: The class of the cause.
         patterns: Regular expressions. A statement matches if one of them is found in it: in the
             message of an exception, which may have several lines, or in a log line. The last line
-            of a log includes its line end. Empty if the signature is chosen by how a process ended.
+            of a log includes its line terminator. Empty if the signature is chosen according to how
+            a process ended.
         exceptions: Names of exception classes without their module, such as ``"OutOfMemoryError"``.
-            If given, the class of an exception must be one of these; subclasses do not count. Log
-            lines have no class and always pass.
-        only_exceptions: If True, log lines never match. This is for messages that programs also
-            print when nothing failed.
+            If given, the class of an exception must be one of these; subclasses do not count. This
+            condition does not apply to log lines, which have no class.
+        only_exceptions: If True, log lines never match. Use this for messages that programs also
+            print when nothing has failed.
         frames: Regular expressions for ``path:function``. If given, a frame of the exception must
-            match one of them, so an exception without frames never matches.
+            match one of these expressions, so an exception without frames never matches.
         in_frames: Pairs of an additional pattern and a regular expression for frames. The pattern
-            counts only for an exception with a frame that matches the expression. The innermost
-            frame is also available as ``innermost path:function``, followed by `` own`` if it is in
-            the user's code and by `` self`` if an attribute of ``self`` is missing. Frames of
-            ``__getattr__`` are skipped.
-        explains: Ids of signatures that repeat this failure later and with less detail.
-        role: Whether this can be the original failure, see `Role`.
-        rank: Precedence if several signatures match; the smallest rank wins: 10 hardware, 20 out of
-            memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70 any
-            other specific failure, 90 generic.
-        restart: What a supervisor may do after the failure, see `Restart`.
+            applies only to an exception with a frame that matches the expression. The innermost
+            frame is also available as ``innermost path:function``, followed by `` own`` if the
+            frame is in user code and by `` self`` if an attribute of ``self`` is missing. Frames in
+            ``__getattr__`` are not considered innermost.
+        explains: Ids of signatures that report the same failure again, later and with less detail.
+        role: Whether this can be the original failure; see `Role`.
+        rank: The precedence if several signatures match. The smallest rank wins: 10 hardware, 20
+            out of memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint,
+            70 any other specific failure, 90 generic.
+        restart: What a supervisor may do after the failure; see `Restart`.
         changes: Environment variables that a supervisor may set for the next attempt.
         means: What the failure means and why it happens, in one to three sentences.
         fix: How to fix the problem, in one to three sentences. The first thing to try comes first.
-        false_positives: When the signature matches but is not the cause; empty if unknown.
-        example: A text that torch prints: the last lines of a traceback, or a log line.
-        also: Other wordings as whole texts, by where they occur, such as ``{"torch 1.8": "..."}``.
+        false_positives: When the signature matches although it is not the cause; empty if unknown.
+        example: A typical text that matches: the last lines of a traceback, or a log line.
+        also: Other texts that match, keyed by where they occur, such as ``{"torch 1.8": "..."}``.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Write the text of a verdict. The cause was chosen before and does not change here.
+"""Write the text of a verdict, without changing the cause that was chosen for it.
 
-Entry point: `verdict_words.in_words`, which turns a `judgement.Judgement` into a `Verdict`.
+The entry point is `verdict_words.in_words`, which turns a `judgement.Judgement` into a `Verdict`.
 """

@@ -16,17 +16,17 @@ from holdfast.explain.signatures.signature import Signature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The input for the text of a verdict.
+    """The chosen cause and everything else that the text of a verdict is written from.
 
     Attributes:
         case: The evidence about the attempt and the possible causes.
         signature: The chosen cause.
         confidence: The confidence in the cause, from 0 to 1.
         class_confidence: The confidence in the cause's class, from 0 to 1.
-        candidate: The candidate that the cause comes from, or None if the cause follows from how
-            the process ended.
+        candidate: The candidate that the cause was taken from, or None if the cause was inferred
+            from how the process ended.
         doubt: A reason to doubt that the run ended well, or None.
-        runner_up: Id, title and confidence of the second most likely cause, or None.
+        runner_up: The id, title and confidence of the second most likely cause, or None.
     """
 
     case: Case
@@ -39,12 +39,12 @@ class Judgement:
 
     @property
     def evidence(self) -> Evidence:
-        """Return the collected evidence."""
+        """Return the collected evidence about the attempt."""
         return self.case.evidence
 
     @property
     def end(self) -> End:
-        """Return how the attempt ended."""
+        """Return how the attempt ended and the cause that this end suggests."""
         return self.case.end
 
     @property
@@ -54,9 +54,10 @@ class Judgement:
 
     @property
     def place(self) -> str:
-        """Return the place to look at first, as ``file:line in function``; empty if unknown.
+        """Return the line of code to inspect first, as ``file:line in function``; "" if unknown.
 
-        This is the innermost frame in the user's code or, if there is none, the innermost frame.
+        This is the innermost frame in user code or, if there is none, the innermost frame. For a
+        hang, it is the frame at which the blamed process hangs.
         """
         if self.candidate is None:
             hang = self.end.hang
@@ -71,7 +72,7 @@ class Judgement:
 
     @property
     def steps(self) -> int | None:
-        """Return how many steps were completed, or None if unknown."""
+        """Return the number of steps that were completed, or None if unknown."""
         if self.evidence.steps is not None:
             return self.evidence.steps
         for ending in reversed(self.evidence.endings):
@@ -81,17 +82,18 @@ class Judgement:
 
     @property
     def leak(self) -> Event | None:
-        """Return the newest traced leak if the verdict is about memory, otherwise None."""
+        """Return the newest traced leak if the cause is a lack of memory, otherwise None."""
         if "memory" not in self.signature.family:
             return None
         return observations.newest_leak(self.evidence)
 
 
 def _decisive_frame(candidate: CandidateCause) -> Frame | None:
-    """Return the frame to look at first, from the statement or another one in its chain.
+    """Return the frame to inspect first, from the statement or from its chain of exceptions.
 
-    An exception that was raised in a handler may have no frame in user code. In that case, the
-    frame of the exception that was being handled is used.
+    An exception that was raised in an exception handler may have no frame in user code. In that
+    case, a frame of the exception that was being handled is used. Return None if no frames are
+    known.
     """
     innermost = [
         innermost_user_frame(statement.frames)

@@ -1,6 +1,6 @@
-"""Write sentences for a verdict's summary about observations other than the cause.
+"""Write the sentences of a verdict's summary that are about observations other than the cause.
 
-`observations` reads these observations from the events. `causes.choosing` chooses the cause.
+`observations` extracts these observations from the evidence. `causes.choosing` chooses the cause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.explain.exhibits import finding_text, first_line
 
 
 def exit_clause(evidence: Evidence) -> str:
-    """Return a clause that says how the trainer exited, or an empty string if unknown."""
+    """Return a clause that says how the training process exited, or "" if unknown."""
     if evidence.exit_call == "os._exit":
         return "Its interpreter did not shut down normally, for example because of `os._exit`"
     if evidence.exit_call != "sys.exit":
@@ -27,7 +27,7 @@ def exit_clause(evidence: Evidence) -> str:
 
 
 def on_good_end(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences about a run that ended with status 0."""
+    """Yield sentences about faults, errors and missing records in a run that ended well."""
     if observations.was_not_observed(evidence):
         yield (
             "None of its processes could be observed (for example because of `python -I`), so there"
@@ -48,7 +48,7 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
 
 
 def fix_of_training(evidence: Evidence) -> str:
-    """Return the fix for the first training fault that a Guard found, or an empty string."""
+    """Return the fix for the most important training fault that a Guard found, or ""."""
     faults = observations.training_faults(evidence)
     if not faults:
         return ""
@@ -61,8 +61,8 @@ def fix_of_training(evidence: Evidence) -> str:
 
 
 def on_interference(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences about interference from outside: stopped processes and lost output."""
-    # The stop events of processes that have not continued yet, by PID.
+    """Yield sentences about processes that a signal stopped and about output that was lost."""
+    # The newest stop event of each process that has not continued yet, keyed by PID.
     stop_events: dict[object, Event] = {}
     for event in evidence.events:
         pid = event.data.get("pid")
@@ -88,7 +88,7 @@ def on_interference(evidence: Evidence) -> Iterator[str]:
 
 
 def on_interruption(evidence: Evidence) -> Iterator[str]:
-    """Yield sentences about a run that SIGTERM or SIGINT ended."""
+    """Yield sentences about a hang, or unsaved steps, before SIGTERM or SIGINT ended a run."""
     hang = observations.ignored_hang(evidence)
     if hang is not None:
         place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""

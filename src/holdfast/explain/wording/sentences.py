@@ -15,17 +15,18 @@ from holdfast.explain.signatures import endings
 from holdfast.explain.wording import remarks
 from holdfast.explain.wording.judgement import Judgement
 
-# The longest quotation in a title, or in a summary if the signature explains the message.
+# The maximum length, in characters, of a quotation in a title, or in a summary if the signature
+# explains the quoted message.
 _SHORT_QUOTE = 160
-# The longest quotation in a summary if no signature explains the message, or if the message is a
-# holdfast error, which explains itself.
+# The maximum length of a quotation in a summary if no signature explains the quoted message, or if
+# the message is a holdfast error, which explains itself.
 _LONG_QUOTE = 500
 
 
 def title(judgement: Judgement) -> str:
     """Return the title of a verdict.
 
-    This is the title of the signature, unless the evidence allows a more specific title.
+    This is the title of the signature, unless the evidence allows for a more specific one.
     """
     signature = judgement.signature
     evidence = judgement.evidence
@@ -54,7 +55,10 @@ def _title_of_training_fault(judgement: Judgement) -> str:
 
 
 def summary(judgement: Judgement) -> str:
-    """Return a paragraph: what happened, how far the run got, why, and other observations."""
+    """Return the paragraph for `Verdict.summary`.
+
+    It says what happened, how far the run got, what the cause means, and what else was observed.
+    """
     sentences = [
         *_what_happened(judgement),
         *_progress(judgement),
@@ -64,6 +68,7 @@ def summary(judgement: Judgement) -> str:
     return " ".join(filter(None, sentences))
 
 
+# Yield sentences that say how the run failed or ended.
 def _what_happened(judgement: Judgement) -> Iterator[str]:
     if judgement.candidate is not None:
         yield _sentence(_failure(judgement.candidate, judgement.place))
@@ -95,6 +100,7 @@ def _failure(candidate: CandidateCause, place: str) -> str:
     return f"{who} failed{where}: {quote}"
 
 
+# Yield a sentence that says how many steps were completed, unless the run ended well.
 def _progress(judgement: Judgement) -> Iterator[str]:
     steps = judgement.steps
     if not steps or judgement.end.well:
@@ -107,13 +113,13 @@ def _progress(judgement: Judgement) -> Iterator[str]:
 
 
 def _meaning(judgement: Judgement) -> Iterator[str]:
-    """Yield a sentence that explains the cause, or that says how the process exited."""
+    """Yield sentences that explain the cause, or that say how the process exited."""
     signature = judgement.signature
     evidence = judgement.evidence
     if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
         yield from remarks.on_interruption(evidence)
     if judgement.candidate is not None and _is_holdfast_error(judgement.candidate):
-        # The error explains itself. The rule's page would only repeat the error.
+        # The error explains itself. The page of its rule would only repeat the message.
         return
     if signature.id == endings.STATUS_ONLY and remarks.exit_clause(evidence):
         yield _sentence(remarks.exit_clause(evidence))
@@ -126,6 +132,7 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     yield signature.means
 
 
+# Yield sentences about observations other than the cause.
 def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
     evidence = judgement.evidence
     if judgement.is_good_end:
@@ -161,7 +168,7 @@ def _sentence(text: str) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return a text, cut to at most `limit` characters."""
+    """Return a text, truncated to at most `limit` characters."""
     if len(text) <= limit:
         return text
     return f"{text[: limit - 3]}..."

@@ -1,6 +1,6 @@
 """Write a verdict: its title and summary (see ``sentences``), its fix, and its evidence.
 
-The cause was chosen before by `causes.choosing` and does not change here.
+`causes.choosing` has already chosen the cause, which does not change here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIX_OF_NONFINITE_STATE = (
 
 
 def in_words(judgement: Judgement) -> Verdict:
-    """Return the verdict for a judgment."""
+    """Return the verdict for a judgment, with all its texts."""
     signature = judgement.signature
     rank = judgement.end.first_rank
     if judgement.candidate is not None:
@@ -63,7 +63,7 @@ def in_words(judgement: Judgement) -> Verdict:
 
 
 def _fix(judgement: Judgement) -> str:
-    """Return the fix: the place of a memory leak, a Guard's advice, or the fix of the signature."""
+    """Return the fix: the location of a memory leak, a Guard's fix, or the signature's fix."""
     signature = judgement.signature
     evidence = judgement.evidence
     if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
@@ -89,7 +89,7 @@ def _fix(judgement: Judgement) -> str:
 
 
 def _exhibits(judgement: Judgement) -> list[Exhibit]:
-    """Return the evidence without duplicates, strongest first."""
+    """Return the evidence without duplicates, with the strongest exhibit first."""
     evidence = judgement.evidence
     exhibits: list[Exhibit] = []
     if judgement.doubt is not None and judgement.doubt.candidate is not None:
@@ -108,7 +108,7 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
 
 
 def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
-    """Yield the statement that shows the cause, then other exceptions of its chain."""
+    """Yield an exhibit of the statement that names the cause, then others from its chain."""
     yield quote(candidate.statement, candidate.signature.role)
     others = [statement for statement in candidate.chain if statement is not candidate.statement]
     for statement in others[:_MAX_CHAIN_EXHIBITS]:
@@ -116,7 +116,7 @@ def _exhibits_of_cause(candidate: CandidateCause) -> Iterator[Exhibit]:
 
 
 def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
-    """Yield statements that confirm the cause, then statements about its consequences."""
+    """Yield exhibits of statements that confirm the cause, then of cascades that followed it."""
     others = [
         candidate for candidate in judgement.case.candidates if candidate is not judgement.candidate
     ]
@@ -131,14 +131,14 @@ def _exhibits_of_other_candidates(judgement: Judgement) -> Iterator[Exhibit]:
 
 
 def _confirms(candidate: CandidateCause, cause: Signature) -> bool:
-    """Return whether a candidate confirms a cause, because it is a root of the same family."""
+    """Return whether a candidate confirms a cause because it is a root of the same family."""
     if candidate.signature.id in FALLBACKS or candidate.is_caught:
         return False
     return candidate.signature.role == "root" and candidate.signature.family == cause.family
 
 
 def _missing(judgement: Judgement) -> Iterator[str]:
-    """Yield clauses about missing evidence that would have made the verdict more certain."""
+    """Yield the missing evidence that would make the verdict more certain, one clause each."""
     yield from judgement.evidence.missing
     if judgement.signature.role == "cascade":
         yield "the original failure, which is neither in the log nor in the recordings"
