@@ -1,6 +1,6 @@
 """holdfast keeps PyTorch training runs alive, correct and within memory, and explains failures.
 
-Importing this package does not import torch: each public name is imported when it is first used.
+Importing this package does not import torch. Each public name is imported on first access.
 """
 
 from __future__ import annotations

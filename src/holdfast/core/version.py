@@ -1,3 +1,3 @@
-"""The version of holdfast, in a module that every layer can import without the root package."""
+"""The version of holdfast, in a module that other modules import instead of the root package."""
 
 __version__ = "0.1.0"
