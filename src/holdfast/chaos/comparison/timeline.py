@@ -301,7 +301,7 @@ def compare_undisturbed(
 
 
 def _find_unsteady(first: Sequence[Segment], second: Sequence[Segment]) -> Unsteady:
-    """Return the random states, checkpoint entries and files that differ between two runs."""
+    """Return the random states, checkpoint entries and files that differ between two such runs."""
     saves = last_saves(first)
     other_saves = last_saves(second)
     common_files = saves.keys() & other_saves.keys()
