@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.numerics.loss import Loss
     from holdfast.recorder.scalars import log
 
+# The module that defines each public name, relative to this package.
 _HOMES = {
     "BatchError": "core.errors",
     "CheckpointError": "core.errors",

@@ -49,11 +49,11 @@ class FakeClock:
         self._seconds += seconds
 
     def unix_seconds(self) -> float:
-        """Return the seconds by which this clock has been advanced."""
+        """Return the total number of seconds by which `advance` has moved this clock forward."""
         return self._seconds
 
     def monotonic_seconds(self) -> float:
-        """Return the seconds by which this clock has been advanced."""
+        """Return the total number of seconds by which `advance` has moved this clock forward."""
         return self._seconds
 
 
@@ -109,7 +109,7 @@ def _consume(loader: Any, batch_count: int) -> None:
 
 
 def _remaining_batches(loader: Any, batch_count: int) -> list[Any]:
-    """Read whole epochs from a loader until there are at least `batch_count` batches; return all.
+    """Read whole epochs until there are at least `batch_count` batches, and return these batches.
 
     At most ``EPOCHS_COMPARED + 1`` epochs are read. The extra epoch is needed because the first
     epoch after resuming may be empty.

@@ -374,7 +374,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _longest_pause_seconds(attempt: TrialAttempt) -> float:
-    """Return the longest time for which an attempt wrote no record to its traces.
+    """Return the longest time during which an attempt wrote no record to its traces.
 
     The time before the first record and the time after the last record count together as one pause.
     """

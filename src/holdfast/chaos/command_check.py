@@ -59,8 +59,8 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
             f"made fewer than {MIN_STEPS} steps",
             fix="let the command train for more steps, and save checkpoints in between.",
         )
-    # Writing outside of the workplace is not allowed, because these files would still exist in the
-    # next trial.
+    # Writing outside of the workplace is not allowed, because files that are written there would
+    # still exist in the next trial.
     paths_outside = [
         event.facts["path"]
         for event in attempt.events("outside")
@@ -85,7 +85,7 @@ def _untestable(reason: str, fix: str) -> PolicyError:
 
 
 def _is_ignored(path: str, workplace: Workplace) -> bool:
-    """Return whether a path belongs to the system or a cache rather than to the script."""
+    """Return whether any command may write to a path, such as a system folder or a cache."""
     if any(part in path for part in PASSING_PATHS):
         return True
     # Caches in the home directory have names that start with a dot. `pathlib.Path.home` is not used

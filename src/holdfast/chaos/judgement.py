@@ -19,7 +19,7 @@ from holdfast.chaos.injection.plan import Action
 from holdfast.chaos.results import TrialResult
 from holdfast.chaos.trials import Trial
 
-# How many of the files that restarts read a message names.
+# The maximum number of file names that a message lists.
 MAX_NAMED_FILES = 3
 # A longer line of output is truncated to this length.
 MAX_LINE_CHARACTERS = 200
@@ -100,7 +100,8 @@ def no_checkpoint_to_damage(case: TrialCase) -> TrialJudgement | None:
 def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
     """Return `DID_NOT_OCCUR` if the command continued without the restart that the fault needs.
 
-    A restart is needed to damage a checkpoint first or to inject something into the restart.
+    A fault needs a restart if it damages a checkpoint between two attempts, or if it injects
+    something into a restart.
     """
     needs_restart = case.fault.damage is not None or case.fault.restart_injections
     if not needs_restart or len(case.trial.attempts) > 1:

@@ -5,7 +5,8 @@ trace, which is a file of JSON lines. Each line contains a ``kind``, the time (`
 number of steps that the process has taken so far (``steps_made``), and the other fields of the
 class below that represents this kind of line.
 
-A digest is a short string computed by `digests`. Equal digests mean that all bits are equal.
+A digest is a short string computed by `digests`. Values with equal digests are assumed to be equal,
+bit for bit.
 """
 
 from __future__ import annotations

@@ -452,7 +452,7 @@ def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
 
 
 def _fails_alike(attempt: TrialAttempt, next_attempt: TrialAttempt) -> bool:
-    """Return whether a restart failed like the attempt before it, so that more will not help."""
+    """Return whether a restart failed like the attempt before it. More restarts would not help."""
     if next_attempt.status == 0 or next_attempt.events("fault"):
         return False
     return next_attempt.output == attempt.output

@@ -202,7 +202,7 @@ def _total_size(top: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder, unless a file system is mounted in it.
+    """Remove a file or folder, unless a file system is mounted on it or below it.
 
     Raises:
         PolicyError: H730 if a file system is mounted on the path or below it.

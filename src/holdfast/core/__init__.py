@@ -9,5 +9,5 @@ settings of a run). The other modules are small and can be read in any order:
 - files: `files` (safe opening), `durable` (durable writes), `lock` (exclusive use by one process)
 - processes: `forked`, `threads`, `control_groups`, `importing`
 - values: `containers`, `raised` (exceptions as JSON values), `secrets`, `text`
-- `clock`, `version`, `vector_functions`, `warned`
+- others: `clock`, `version`, `vector_functions`, `warned`
 """

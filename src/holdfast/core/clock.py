@@ -1,4 +1,4 @@
-"""The clock interface, with which tests can pass a fake clock to the code that they test."""
+"""The clock interface. Code takes a clock as an argument, so that tests can pass a fake clock."""
 
 from __future__ import annotations
 

@@ -39,6 +39,11 @@ def check_number(value: Any, *, or_none: bool = False) -> Any:
 def check_count(value: Any, *, least: int = 0, below: int = _INTEGER_LIMIT) -> int:
     """Check that a value from an untrusted file is a count, and return it unchanged.
 
+    Args:
+        value: The value to check.
+        least: The smallest accepted count.
+        below: The exclusive upper bound of accepted counts.
+
     Raises:
         ValueError: If the value is not an integer with ``least <= value < below``.
     """
@@ -63,7 +68,7 @@ def children_of(node: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
-    """Return a container of the same type with different children.
+    """Return a container of the same type as `node`, but with different children.
 
     Args:
         node: The original container.
@@ -86,6 +91,6 @@ def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
         return dataclasses.replace(node, **children)
     node_copy = copy.copy(node)
     for name, child in children.items():
-        # Unlike `setattr`, this also works for frozen dataclasses.
+        # Unlike `setattr`, `object.__setattr__` also works for frozen dataclasses.
         object.__setattr__(node_copy, name, child)
     return node_copy

@@ -36,9 +36,9 @@ class _MemoryFiles:
 
 
 _MEMORY_FILES = (
-    # Version 2 of control groups.
+    # Control groups version 2.
     _MemoryFiles("memory.max", "memory.current", "inactive_file"),
-    # Version 1.
+    # Control groups version 1.
     _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 

@@ -66,7 +66,7 @@ def rename_directory(source: Path, target: Path) -> None:
     Raises:
         OSError: If the target exists or is on another file system.
     """
-    # POSIX rename silently replaces an empty target directory.
+    # Check first, because a POSIX rename silently replaces an empty target directory.
     if target.exists():
         raise FileExistsError(f"{target} exists already")
     fsync_path(source)

@@ -14,7 +14,8 @@ hierarchy, with the built-in base class and the rule ids of each class:
     ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skips and rollbacks
     ├── DivergenceError (ArithmeticError) H503  finite values keep diverging after rollbacks
     ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as requested
-    └── RankError (RuntimeError)          H11x  another rank has failed, or is elsewhere in the code
+    └── RankError (RuntimeError)          H11x  another rank failed, or is at another point in the
+                                                program
 
 `holdfast explain RULE` describes a rule; the descriptions are in ``explain.rules``.
 """
@@ -26,7 +27,7 @@ from typing import Any
 
 
 class HoldfastError(Exception):
-    """The base of all errors that holdfast raises on purpose.
+    """The base class of all errors that holdfast raises on purpose.
 
     Args:
         what: What is wrong, with its value and unit.
@@ -51,6 +52,7 @@ class HoldfastError(Exception):
 def _rebuild(
     error_class: type[HoldfastError], what: str, limit: str, fix: str, rule: str
 ) -> HoldfastError:
+    # Unpickling calls this function; see `HoldfastError.__reduce__`.
     return error_class(what, limit=limit, fix=fix, rule=rule)
 
 
@@ -119,7 +121,7 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
 
 
 def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return "did you mean ...?" with the most similar known name, or `otherwise` without one."""
+    """Return "did you mean ...?" with the most similar known name, or `otherwise` if none is."""
     nearest_name = nearest(name, known)
     if nearest_name is None:
         return otherwise

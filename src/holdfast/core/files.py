@@ -126,6 +126,10 @@ def _opener(mode: int = PRIVATE, most: int | None = None) -> Callable[[str, int]
 def read_file(path: Path, most: int = _MAX_READ_BYTES) -> bytes:
     """Return the contents of a regular file.
 
+    Args:
+        path: The file to read.
+        most: The maximum size in bytes.
+
     Raises:
         OSError: In the same cases as `open_file`.
     """
@@ -136,7 +140,7 @@ def read_file(path: Path, most: int = _MAX_READ_BYTES) -> bytes:
 
 
 def swap_in(path: Path, data: bytes) -> None:
-    """Replace a file atomically but not durably: the new contents may be lost in a power cut."""
+    """Replace a file atomically but not durably: a power cut may discard the new contents."""
     temporary = path.with_name(f".{path.name}")
     with create_file(temporary) as file:
         file.write(data)

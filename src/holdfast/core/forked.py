@@ -130,7 +130,7 @@ def run_in_forked_copy(
 
 
 def _fork(reading: int, writing: int) -> int:
-    """Fork. Return the copy's process id in this process, and 0 in the copy."""
+    """Fork this process. Return the copy's process id in the parent, and 0 in the copy."""
     global is_copying
     # Python 3.12 warns about forking a process with threads.
     with ignore_warnings(DeprecationWarning):

@@ -18,7 +18,7 @@ _MAX_CAUSES = 6
 
 
 def printable(text: str) -> str:
-    """Return text with its lone surrogates escaped, which come from non-UTF-8 file names."""
+    """Escape lone surrogates in text, such as those from a file name that is not valid UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -32,7 +32,7 @@ def exception_text(type_name: str, message: str) -> str:
 def describe_exception(
     error: BaseException, traceback: TracebackType | None, *, without: str | None = None
 ) -> dict[str, Any]:
-    """Return a description of an exception that consists of JSON values.
+    """Describe an exception as a dict of JSON values.
 
     Args:
         error: The exception.

@@ -25,7 +25,8 @@ _PRIVATE_KEYS = (
     "api|access|account|app|client|consumer|deploy|encryption|licen[cs]e|master|private|secret"
     "|service|shared|signing|ssh|storage|subscription|wandb"
 )
-# If one of these words precedes "token", as in `--pad_token`, the value is a vocabulary entry.
+# If one of these words precedes "token", as in `--pad_token`, the value is a vocabulary entry and
+# not a secret.
 _VOCABULARY_TOKENS = ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image")
 _TOKEN = "".join(f"(?<!{word}[-_])" for word in _VOCABULARY_TOKENS) + "token"
 # Name endings that always indicate a secret value.

@@ -1,11 +1,11 @@
 """Hide secrets in a command line before it is recorded.
 
-A secret is recognized by its shape, such as the prefix of an access token, or by the option before
-it:
+A secret is recognized by its shape, such as the prefix of an access token, or by the preceding
+option:
 
     --api-key, --password     The value is always a secret.
     --key, -k, -p, --auth     The value is a secret unless it is clearly something else, such as a
-                              number, a path, a switch or a data type.
+                              number, a path, a keyword or a data type.
     --sort-key                Other options that end in "key" mostly name a column, so the value is
                               treated as a secret only if it looks random.
 

@@ -1,4 +1,4 @@
-"""Start threads even when memory is short."""
+"""Start threads without waiting forever if memory runs out."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Run
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
 from holdfast.chaos.trace import RecordedStep, Segment
 
-# Fields of a step whose difference may be only a consequence, with a cause outside of the step's
-# fields.
+# If one of these fields of a step differs, the cause may be something that is not a field of the
+# step.
 CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
 
 
@@ -143,7 +143,7 @@ def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
 
 
 def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
-    """Return the names of the random generators with an expected state in any call of the step."""
+    """Return the names of the random generators that had an expected state at any model call."""
     states = {item for state in step.random_states for item in state.items()}
     expected_states = {item for state in expected.random_states for item in state.items()}
     return {name for name, _ in states & expected_states}
@@ -250,7 +250,7 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
 
 
 def describe_field(divergence: Divergence) -> str:
-    """Describe the first field that differs, including both values if they are readable."""
+    """Describe the first field that differs, including both values unless they are digests."""
     field = divergence.field
     step = divergence.step
     expected = divergence.expected

@@ -46,7 +46,7 @@ class Unsteady:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The place at which an attempt continues, and how its weights differ from those expected.
+    """The place at which an attempt continues, and how its weights differ from the expected ones.
 
     Args:
         place: The number of steps of the undisturbed run after which the attempt continues.

@@ -261,7 +261,7 @@ class Refuser:
             os.close(listener)
 
     def _accept(self) -> list[int]:
-        """Return the listener of a newly connected process; empty if it failed to set a filter."""
+        """Return a newly connected process's listener in a list, empty if it has set no filter."""
         connection, _ = self._server.accept()
         with connection:
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)

@@ -49,7 +49,7 @@ class TrainingObserver:
         writable_folders = (str(folder), *plan.writable_folders)
         self._files = FileAudit(writable_folders, plan.trial_began, self._trace, self._shield)
         self._imports = ImportWatch(self._shield.note_error)
-        # None until the script has imported torch.
+        # The observer of the training loop; None until the script has imported torch.
         self._torch_observer: TorchObserver | None = None
         self._injector.begin()
         self._imports.when_imported("torch", self._observe_torch)

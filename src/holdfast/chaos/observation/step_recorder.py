@@ -1,7 +1,7 @@
 """Record the parts of one optimizer step: model calls, batches, random states and losses.
 
-Not every model call contributes to a step: a script may also call a model to act in an environment,
-to evaluate it, or in a forward pass whose backward pass then fails. To find the calls that
+Not every model call contributes to a step: a script may also call a model to act in an environment
+or to evaluate the model, and the backward pass after a call may fail. To find the calls that
 contribute, the number of each call is stored on the autograd nodes of the model's output. When a
 backward pass begins, these numbers identify the calls that contributed to its loss.
 """

@@ -36,7 +36,7 @@ SAVERS = {
     "torch.distributed.checkpoint.state_dict_saver": "save",
     "holdfast.checkpoint.saver": "write",
 }
-# The settings of a parameter group that are compared.
+# The parameter-group settings that are compared with the undisturbed run.
 COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 
 # The observer of this process. The hooks of models are functions at module level, rather than
@@ -197,6 +197,7 @@ class TorchObserver:
     def _make_optimizer(
         self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
+        # Wraps `Optimizer.__init__`.
         original(optimizer, *args, **kwargs)
         self._shield.run(self._hook_models_of, optimizer)
 
@@ -206,6 +207,7 @@ class TorchObserver:
                 self._hook_model(root)
 
     def _load_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        # Wraps the `__next__` method of loader iterators.
         batch = original(iterator)
         # A batch that is loaded while gradients are disabled is for an evaluation.
         if not self._torch.is_grad_enabled():
@@ -273,6 +275,7 @@ class TorchObserver:
     def _step_scaler(
         self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        # Wraps `GradScaler.step`.
         self._progress.loss_scale = self._shield.run(scaler.get_scale)
         return original(scaler, *args, **kwargs)
 
@@ -343,6 +346,7 @@ class TorchObserver:
     # --- evaluations and saves ------------------------------------------------------------------
 
     def _evaluate(self, original: Callable[..., Any], module: Any) -> Any:
+        # Wraps `Module.eval`. A call before the first step does not count as an evaluation.
         if self._trace.steps_made > 0:
             self._progress.evaluations += 1
             self._shield.run(self._trace.write, "eval")

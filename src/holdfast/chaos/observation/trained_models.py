@@ -41,8 +41,7 @@ class TrainedModels:
         # Weak references to these optimizers, in the same order.
         self._stepped: list[Any] = []
         # The digest of each root module's buffers before its first call, by the module's ``id()``.
-        # They are recorded before the call, which may change the buffers, because the start state
-        # of an attempt is compared.
+        # The start state of an attempt is compared, and a call may change the buffers.
         self._initial_buffers: dict[int, str] = {}
 
     def add_optimizer(self, optimizer: Any) -> list[Any]:
@@ -51,7 +50,7 @@ class TrainedModels:
         return find_root_modules(self._torch, optimizer)
 
     def note_call(self, module: Any) -> None:
-        """Record the buffers of a root module that is about to be called, before its first call."""
+        """Record a root module's buffers just before its first call. Later calls are ignored."""
         if id(module) not in self._initial_buffers:
             self._initial_buffers[id(module)] = self._digests.tensors(module.named_buffers())
 

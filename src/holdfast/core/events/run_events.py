@@ -499,7 +499,7 @@ class NotSaved(EventData):
 class StepsNotSaved(EventData):
     """The loop was left, or the process ended, without saving the last steps.
 
-    These are the steps `from_step` to `to_step`, inclusive.
+    The unsaved steps are `from_step` to `to_step`, inclusive.
     """
 
     from_step: int
@@ -625,7 +625,7 @@ class Promises(EventData):
 
 
 class SideEffects(WithReason):
-    """Each forward pass changes attributes that are in no checkpoint."""
+    """Each forward pass changes attributes that no checkpoint contains."""
 
     attributes: tuple[str, ...]
 
@@ -699,7 +699,7 @@ class RecomputeImpossible(WithReason):
 
 
 class NotRestored(EventData):
-    """An attempt was undone, but some of the values it had changed could not be restored."""
+    """An attempt was undone, but some of the values that it had changed could not be restored."""
 
     names: tuple[str, ...]
     promise: Promise = "changes training"
@@ -826,7 +826,10 @@ class NormOverflowed(EventData):
 
 
 class LossScaleLowered(EventData):
-    """A step was skipped and the fp16 loss scale lowered: normal while the scale adapts."""
+    """A step was skipped and the fp16 loss scale was lowered.
+
+    This is normal while the loss scale adapts to the gradients.
+    """
 
     loss_scale: float
     reason: str
@@ -984,7 +987,7 @@ class QuarantineFull(Failed):
 
 
 class DescriptorLimitRaised(WithReason):
-    """This process's limit on open files was raised until the process ends."""
+    """The limit on open files was raised for the remaining lifetime of this process."""
 
     before: int
     now: int
@@ -994,7 +997,7 @@ class DescriptorLimitRaised(WithReason):
 
 
 class StreamReadOver(WithReason):
-    """To resume, a stream is read from the start; items before the resume position are dropped."""
+    """A resumed stream is read from its start; items before the resume position are discarded."""
 
     items: int
 
@@ -1028,7 +1031,7 @@ class EpochSetBack(WithReason):
 
 
 class Preflight(EventData):
-    """A check before the first epoch found that loading will probably fail or be slow.
+    """A check before the first epoch found that loading batches will probably fail or be slow.
 
     `certain` is true if loading is sure to fail, because a single batch is too large.
     """

@@ -400,8 +400,8 @@ def _check_contradictions(policy: Policy, values: Mapping[str, Any]) -> None:
         values: The values that do not come from the defaults, by field, with their sources.
 
     Raises:
-        PolicyError: H109 if two fields do. The message contains both fields with their values and
-            sources.
+        PolicyError: H109 if two fields exclude each other. The message contains both fields with
+            their values and sources.
     """
     for contradiction in CONTRADICTIONS:
         if contradiction.applies(policy):

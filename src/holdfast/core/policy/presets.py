@@ -27,9 +27,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The settings for one domain, such as text to speech, by policy field.
+    """The settings for one domain, such as text to speech.
 
-    A value may be the same as the default, if the recipes use that value.
+    Args:
+        name: The name by which users select the preset.
+        about: A description of the domain.
+        settings: The settings by policy field. A value may be the same as the default, if the
+            recipes use that value.
     """
 
     name: str
