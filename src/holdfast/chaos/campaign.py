@@ -93,7 +93,7 @@ class Campaign:
             `Workplace`.
     """
 
-    def __init__(  # noqa: PLR0913 - a public face with the options of the command
+    def __init__(  # noqa: PLR0913 - a public interface with many options
         self,
         command: Sequence[str],
         *,
@@ -111,7 +111,7 @@ class Campaign:
         self._seed = seed
         self._restarts = restarts
         self._say = say
-        self._chance = random.Random(seed)  # noqa: S311 - not used for secrets
+        self._chance = random.Random(seed)  # noqa: S311 - not used for cryptography
         program = find_program(self._command)
         self._workplace = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)

@@ -11,9 +11,9 @@ from holdfast.core.errors import PolicyError
 
 # The minimum number of steps: a trial needs some steps before the fault and some after it.
 MIN_STEPS = 4
-# How many characters from the end of the output an error message shows.
+# The number of characters from the end of the output that an error message shows.
 OUTPUT_CHARACTERS = 400
-# How many paths an error message shows.
+# The maximum number of paths that an error message shows.
 MAX_PATHS = 3
 # The operating system's folders, which many libraries write to.
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")

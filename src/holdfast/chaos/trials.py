@@ -233,7 +233,7 @@ class Bench:
         # The starter asks the kernel to kill it when this process dies, and then replaces itself
         # with the command.
         starter = [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid())]
-        return subprocess.Popen(  # noqa: S603 - the user's own command is the point
+        return subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
             [*starter, self._program, *self._command],
             cwd=self.workplace.work,
             env=environment,

@@ -75,7 +75,7 @@ class ImportWatch:
             return
         try:
             action(module)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - an error in holdfast must not stop the script
             self._failed(error)
 
 

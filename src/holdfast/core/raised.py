@@ -85,7 +85,7 @@ def _message(error: BaseException) -> str:
         if isinstance(notes, list):
             lines += map(str, notes)
         return "\n".join(lines)
-    except Exception as second:  # noqa: BLE001 - the exception's own __str__ may do anything
+    except Exception as second:  # noqa: BLE001 - the exception's own __str__ may raise any error
         return f"(its message cannot be read: {type(second).__name__})"
 
 

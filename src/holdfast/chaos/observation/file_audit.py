@@ -58,7 +58,7 @@ class FileAudit:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all recorded paths. Called in a newly forked process."""
+        """Forget all recorded paths. This method is called in a newly forked process."""
         self._written: set[str] = set()
         self._read: set[str] = set()
         self._saved: set[str] = set()
@@ -72,7 +72,7 @@ class FileAudit:
         elif event in PATHS_CHANGED and arguments[-1] in NO_FOLDER_DESCRIPTOR:
             # A path relative to a folder descriptor is ignored, because the path of that folder was
             # recorded when the folder was opened.
-            if event == "os.mkdir" and os.path.isdir(arguments[0]):  # noqa: PTH112 - or bytes
+            if event == "os.mkdir" and os.path.isdir(arguments[0]):  # noqa: PTH112 - may be bytes
                 return
             for position in PATHS_CHANGED[event]:
                 self._on_change(arguments[position])

@@ -51,7 +51,7 @@ class ScriptShield:
         with signal_handlers_postponed():
             try:
                 return function(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - our code must never stop the script
+            except Exception as error:  # noqa: BLE001 - the observer must never stop the script
                 self.note_error(error)
                 return None
 

@@ -60,7 +60,7 @@ class StepRecorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all recorded data. Called in a newly forked process."""
+        """Forget all recorded data. This method is called in a newly forked process."""
         # How many times models were called for training in this process.
         self._calls_made = 0
         # The number of the call that each module is currently computing, by the module's ``id()``.

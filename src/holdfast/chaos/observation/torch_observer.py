@@ -121,7 +121,7 @@ class TorchObserver:
         _observer = self
 
     def restart(self) -> None:
-        """Forget all observations. Called in a newly forked process."""
+        """Forget all observations. This method is called in a newly forked process."""
         self._recorder.restart()
         self._models.restart()
         self._progress = ProcessProgress()

@@ -28,7 +28,7 @@ class TraceWriter:
         self.restart()
 
     def restart(self) -> None:
-        """Start a new trace file. Called in a newly forked process."""
+        """Start a new trace file. This method is called in a newly forked process."""
         # The trace file; None until the first line is written.
         self._path: Path | None = None
         self.steps_made = 0

@@ -34,7 +34,7 @@ class TrainedModels:
         self.restart()
 
     def restart(self) -> None:
-        """Forget which optimizers have stepped. Called in a newly forked process."""
+        """Forget which optimizers have stepped. This method is called in a newly forked process."""
         # Weak references to the root modules of each optimizer that has stepped, by the optimizer's
         # ``id()``, in the order in which the optimizers first stepped.
         self._roots: dict[int, list[Any]] = {}

@@ -45,7 +45,7 @@ class Event:
         if data_class is not None:
             try:
                 return _one_line(str(data_class.from_facts(self.data)))
-            except Exception:  # noqa: BLE001, S110 - the fields come from a file, maybe damaged
+            except Exception:  # noqa: BLE001, S110 - the fields come from a file that may be damaged
                 pass
         return _one_line(key_value_text(self.kind, self.data))
 

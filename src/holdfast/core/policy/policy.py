@@ -291,7 +291,9 @@ class Policy:
             namespace: The result of ``parse_args``.
 
         Raises:
-            PolicyError: H101, H102, H103, H109 or H110.
+            PolicyError: H101 for an unknown key, H102 for an invalid value, H103 for a file that is
+                not a YAML mapping, H109 for fields that exclude each other, H110 for an unknown
+                preset.
 
         Example:
             >>> parser = argparse.ArgumentParser()
@@ -308,14 +310,16 @@ class Policy:
     def of(
         cls, policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None, **overrides: Any
     ) -> Policy:
-        """Convert an argument to a policy.
+        """Convert the argument `policy` to a `Policy`, and apply the overrides.
 
         Args:
             policy: A policy, a dict of fields, the path of a YAML file, or None for the defaults.
-            **overrides: Fields that override those of `policy`.
+            **overrides: Values of fields, which override those from `policy`.
 
         Raises:
-            PolicyError: H101, H102, H103, H109 or H110.
+            PolicyError: H101 for an unknown key, H102 for an invalid value, H103 for a file that is
+                not a YAML mapping, H109 for fields that exclude each other, H110 for an unknown
+                preset.
         """
         if isinstance(policy, Mapping):
             return cls(**{**policy, **overrides})
@@ -329,7 +333,8 @@ class Policy:
         """Return a copy with some fields changed. ``preset=`` changes all fields that it sets.
 
         Raises:
-            PolicyError: H101, H102, H109 or H110.
+            PolicyError: H101 for an unknown field, H102 for an invalid value, H109 for fields that
+                exclude each other, H110 for an unknown preset.
         """
         return Policy(**{**dataclasses.asdict(self), **_with_preset(overrides)})
 
