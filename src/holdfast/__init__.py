@@ -1,6 +1,6 @@
 """holdfast keeps PyTorch training runs alive, correct and within memory, and explains failures.
 
-Importing this package does not import torch: each public name is imported when it is first used.
+Importing this package does not import torch. Each public name is imported on first access.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.numerics.loss import Loss
     from holdfast.recorder.scalars import log
 
+# The module that defines each public name, relative to this package.
 _HOMES = {
     "BatchError": "core.errors",
     "CheckpointError": "core.errors",

@@ -1,4 +1,4 @@
-"""Run the command line as `python -m holdfast`, for when the `holdfast` script is not on PATH."""
+"""Run the CLI as `python -m holdfast`, which also works if the `holdfast` script is not on PATH."""
 
 from holdfast.cli.main import main
 

@@ -1,7 +1,8 @@
-"""Tools for holdfast's tests and for the tests of your own project.
+"""Testing tools for holdfast itself and for your own project.
 
-This module provides real faults to inject, a clock that moves only when the test advances it, and a
-check that a loader resumes exactly. The faults are implemented in `holdfast.chaos.faults`.
+This module provides real faults to inject, a clock that moves only when a test advances it, and a
+check that a loader resumes exactly where it stopped. The faults are implemented in
+`holdfast.chaos.faults`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = [
     "memory_limited",
 ]
 
-# Number of epochs in which `check_resumable` stops a loader. The second epoch tests that a resumed
-# loader also continues correctly with the next epoch.
+# `check_resumable` stops the loader after each batch of this many epochs. The second epoch tests
+# that a resumed loader also continues correctly into the next epoch.
 EPOCHS_COMPARED = 2
 
 
@@ -44,32 +45,32 @@ class FakeClock:
         self._seconds = 0.0
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward by a number of seconds."""
+        """Move the clock forward by the given number of seconds."""
         self._seconds += seconds
 
     def unix_seconds(self) -> float:
-        """Return the seconds by which this clock has been advanced."""
+        """Return the total number of seconds by which `advance` has moved this clock forward."""
         return self._seconds
 
     def monotonic_seconds(self) -> float:
-        """Return the seconds by which this clock has been advanced."""
+        """Return the total number of seconds by which `advance` has moved this clock forward."""
         return self._seconds
 
 
 def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
-    """Check that a loader resumes exactly, wherever it is stopped.
+    """Check that a loader resumes exactly, no matter after which batch it is stopped.
 
-    For each batch of two epochs, a loader is stopped after that batch and its state is loaded into
-    a new loader. The batches that the new loader returns are then compared with the batches of a
-    loader that was never stopped.
+    For each batch in the first two epochs, a loader is stopped just before that batch, and its
+    state is loaded into a new loader. The batches from the new loader are then compared with those
+    from a loader that was never stopped.
 
     Args:
-        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict``. Every call
-            must create the loader with the same arguments.
-        same: Returns whether two batches are equal.
+        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict`` methods. Every
+            call must create the loader with the same arguments.
+        same: Takes two batches and returns whether they are equal.
 
     Raises:
-        AssertionError: If a batch differs or is missing. The message names the first such batch.
+        AssertionError: If a batch differs or is missing, or if there is an extra batch.
         TypeError: If the loader lacks ``state_dict`` or ``load_state_dict``.
 
     Example:
@@ -108,10 +109,10 @@ def _consume(loader: Any, batch_count: int) -> None:
 
 
 def _remaining_batches(loader: Any, batch_count: int) -> list[Any]:
-    """Return whole epochs of batches from a loader, until there are at least `batch_count` batches.
+    """Read whole epochs until there are at least `batch_count` batches, and return these batches.
 
-    At most one epoch more than `EPOCHS_COMPARED` is read: the first epoch after resuming may be
-    empty.
+    At most ``EPOCHS_COMPARED + 1`` epochs are read. The extra epoch is needed because the first
+    epoch after resuming may be empty.
     """
     batches: list[Any] = []
     for _ in range(EPOCHS_COMPARED + 1):
@@ -126,7 +127,7 @@ def _check_batches(
     stopped_after: int,
     same: Callable[[Any, Any], bool],
 ) -> None:
-    """Raise AssertionError if the batches of a resumed loader are not the expected ones."""
+    """Raise AssertionError if a resumed loader did not yield exactly the expected batches."""
     pairs = zip(expected_batches, batches, strict=False)
     for number, (expected, batch) in enumerate(pairs, start=stopped_after):
         if not same(expected, batch):

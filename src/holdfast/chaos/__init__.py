@@ -1,13 +1,13 @@
-"""Test any training run: inject faults, restart it, and compare it bit for bit.
+"""Test any training run: inject faults, restart the run, and compare the result bit for bit.
 
-This package implements ``holdfast chaos`` and needs no change to the training script. It answers
-two questions: does the run survive each fault, and is it still the same run afterwards?
+This package implements ``holdfast chaos``, which needs no change to the training script. It answers
+two questions: Does the run survive each fault, and is it still the same run afterwards?
 
-Entry points are `campaign.Campaign`, `campaign.check_survives` for tests, and the faults in
+The entry points are `campaign.Campaign`, `campaign.check_survives` for tests, and the faults in
 `faults`, which `holdfast.testing` re-exports. In reading order:
 
 - `campaign`: two undisturbed runs of the command, then one trial for each fault
-- `command_check`: refuses commands that cannot be tested
+- `command_check`: rejects commands that cannot be tested
 - `fault_plans`, `checkpoint_damage`: which faults to inject, and at which step
 - `trials`, `workplace`: one trial, in a copy of the working directory
 - `observation`, `injection`: code that runs inside the command's processes, to record what they do
@@ -17,14 +17,15 @@ Entry points are `campaign.Campaign`, `campaign.check_survives` for tests, and t
   run
 - `judgement`, `results`, `page`: the outcome of each trial, and the report
 
-Where to look first:
+Where to find the main decisions:
 
-- Which kinds of faults exist: `KINDS` in `fault_plans`. How a fault is injected: `Action` in
-  `injection.plan`.
-- How the outcome of a trial is decided: `RULES` in `judgement`. The outcome is "another training"
-  if a step or a saved entry differs from the undisturbed run: `FIELDS` in `comparison.differences`.
-- Which differences are ignored, because they also occur between two undisturbed runs:
+- The kinds of faults are listed as `KINDS` in `fault_plans`, and the ways to inject a fault as
+  `Action` in `injection.plan`.
+- The outcome of a trial is decided by `RULES` in `judgement`. It is "another training" if a step or
+  a saved entry differs from the undisturbed run. `FIELDS` in `comparison.differences` lists which
+  parts of a step are compared.
+- Differences that also occur between two undisturbed runs are ignored. They are found by
   `comparison.timeline.compare_undisturbed`.
 
-Nothing here imports torch; the training script imports it.
+No module in this package imports torch; only the training script does.
 """

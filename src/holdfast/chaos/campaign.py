@@ -1,6 +1,6 @@
-"""The campaign: two undisturbed runs of a command, then one trial for each fault.
+"""The campaign: two undisturbed runs of a command, followed by one trial for each fault.
 
-`Campaign` implements ``holdfast chaos``; `check_survives` runs a campaign in your own tests.
+`Campaign` implements ``holdfast chaos``, and `check_survives` runs a campaign in your own tests.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 
 # An attempt counts as hanging if it makes no progress for this long, or for `STALL_FACTOR` times
-# the longest pause of the undisturbed run, whichever is longer. The factor leaves time for a
-# restart, which loads a checkpoint and may compile again.
+# the longest pause in the undisturbed run, whichever is longer. The factor allows for restarts,
+# which load a checkpoint and may have to compile the model again.
 MIN_STALL_SECONDS = 20.0
 STALL_FACTOR = 5.0
-# An attempt may take this long, or `DURATION_FACTOR` times as long as the undisturbed run,
-# whichever is longer.
+# The maximum duration of an attempt is this long, or `DURATION_FACTOR` times as long as the
+# undisturbed run, whichever is longer.
 MIN_DURATION_SECONDS = 60.0
 DURATION_FACTOR = 8.0
 # Signals that end a campaign early.
@@ -56,9 +56,9 @@ class _Baseline:
 
     Args:
         first: The first run, with which all trials are compared.
-        references: The steps and saves of the first run, by rank. A reference is replaced when a
-            random state turns out not to matter.
-        unsteady: The first difference between the two runs, or None.
+        references: The steps and saves of the first run, by rank. If a random state turns out not
+            to affect training, the references are replaced by copies that ignore this state.
+        unsteady: The first difference between the two runs, or None if they are the same.
         seconds: The durations of the two runs.
     """
 
@@ -77,21 +77,23 @@ class Campaign:
     """Tests a training command by injecting one fault after another.
 
     Args:
-        command: The training command.
-        origin: The working directory of the command, which is copied and never changed.
-        writes: Paths that the command writes to. If empty, all of `origin` is copied.
-        only: The kinds of faults to try, from `fault_plans.KINDS`; all kinds if empty.
-        seed: Seed for drawing the steps and bits of the faults.
-        budget_seconds: Time after which the campaign ends.
-        restarts: The maximum number of restarts of the command in one trial.
-        say: Called with a line of progress for each fault.
+        command: The words of the training command.
+        origin: The working directory of the command. It is copied and never changed.
+        writes: The paths that the command writes to. If given, large files elsewhere are linked
+            instead of copied.
+        only: The kinds of faults to try, from `fault_plans.KINDS`. If empty, all kinds are tried.
+        seed: The seed that determines at which steps and bits faults are injected.
+        budget_seconds: The time after which the campaign ends.
+        restarts: The maximum number of times that the command is restarted in one trial.
+        say: Called with one line of text at the beginning and one after each fault, to report
+            progress.
 
     Raises:
         PolicyError: H729 for a command that cannot be tested; H730 in the same cases as
             `Workplace`.
     """
 
-    def __init__(  # noqa: PLR0913 - a public face with the options of the command
+    def __init__(  # noqa: PLR0913 - a public interface with many options
         self,
         command: Sequence[str],
         *,
@@ -109,19 +111,19 @@ class Campaign:
         self._seed = seed
         self._restarts = restarts
         self._say = say
-        self._chance = random.Random(seed)  # noqa: S311 - not used for secrets
+        self._chance = random.Random(seed)  # noqa: S311 - not used for cryptography
         program = find_program(self._command)
         self._workplace = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
-        # Names of the files that restarts have read, without the numbers in them.
+        # The names of the files that restarts have read, with "#" for each number.
         self._read_names: set[str] = set()
-        # Random states that have been tested by `_find_harmless_random_states`.
+        # The random states that `_find_harmless_random_states` has tested.
         self._tried_random_states: set[str] = set()
 
     def run(self) -> CampaignReport:
-        """Run the whole campaign.
+        """Run the whole campaign and return its report.
 
-        An interrupt ends the campaign early. The report then contains the results so far.
+        An interrupt ends the campaign early. The report then contains the results up to that point.
         """
         try:
             return self._report(self._run_undisturbed())
@@ -160,7 +162,7 @@ class Campaign:
     # --- faults ---------------------------------------------------------------------------------
 
     def _report(self, baseline: _Baseline) -> CampaignReport:
-        """Try all faults, within the time budget, and return the report."""
+        """Try as many faults as the time budget allows, and return the report."""
         reference = baseline.reference
         faults = FaultDraw(reference, self._chance).draw()
         if self._only:
@@ -197,8 +199,8 @@ class Campaign:
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
         """Run one trial of a fault and return its result.
 
-        If the trial damaged a file that restarts do not read, a second trial is run. The first
-        trial has shown which files restarts read, so the second trial damages one of those.
+        If the trial damages a file that restarts do not read, a second trial is run. The first
+        trial has then shown which files restarts read, so the second trial damages one of these.
         """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
@@ -215,7 +217,7 @@ class Campaign:
         result.failed = "".join(errors[:1])
         result.seconds = trial.seconds
         if trial.last.hung and self._is_out_of_time():
-            # The attempt was killed because the campaign ran out of time, so it proves nothing.
+            # The attempt was killed because the campaign ran out of time, so there is no result.
             return result
         result.seconds_lost = max(0.0, trial.seconds - baseline.first.last.seconds)
         result.attempts = len(trial.attempts)
@@ -237,7 +239,7 @@ class Campaign:
         return result
 
     def _run_trial(self, fault: Fault, baseline: _Baseline) -> Trial:
-        """Run one trial of a fault, and remember which files the restarts read."""
+        """Run one trial of a fault, and add the files that its restarts read to `_read_names`."""
         damage = None
         if fault.damage is not None:
             damage = partial(
@@ -258,10 +260,11 @@ class Campaign:
         return trial
 
     def _damaged_unread_file(self, trial: Trial) -> bool:
-        """Return whether the damaged file is of a kind that no restart reads, judging by its name.
+        """Return whether the trial damaged a file of a kind that no restart reads.
 
-        Return False if that is unknown: for safetensors files, which are read outside of Python,
-        and until a restart has been observed reading any file.
+        The kind is the file's name without its numbers. The result is False if it is unknown which
+        files are read. This is the case for safetensors files, which native code reads, and until a
+        restart has been observed reading a file.
         """
         if trial.damaged is None or trial.damaged.suffix == ".safetensors":
             return False
@@ -270,10 +273,10 @@ class Campaign:
         return name_without_numbers(trial.damaged) not in self._read_names
 
     def _compare(self, trial: Trial, baseline: _Baseline) -> TrialComparison:
-        """Compare a trial with the undisturbed run.
+        """Return a comparison of a trial with the undisturbed run.
 
-        If the comparison blames a random state, test whether the run uses that state, and compare
-        again.
+        If the comparison finds that a random state is the cause of a difference, test whether the
+        run uses that state, and compare again.
         """
         comparison = compare(baseline.references, trial)
         if baseline.unsteady is not None:
@@ -287,10 +290,10 @@ class Campaign:
             comparison = compare(baseline.references, trial)
 
     def _find_harmless_random_states(self, names: set[str], baseline: _Baseline) -> None:
-        """Find which of these random states the run does not use, and stop comparing them.
+        """Find which of these random states the run does not use, and stop comparing these states.
 
-        For each state, the command runs once with that state replaced. If nothing else differs, the
-        run does not use the state.
+        For each state, the command runs once with that random generator reseeded. If nothing else
+        differs from the undisturbed run, the run does not use the state.
         """
         for name in sorted(names):
             trial = run_trial(self._bench, Injection(reseeded=name))
@@ -303,16 +306,16 @@ class Campaign:
         self._tried_random_states |= names
 
     def _files_left_behind(self, trial: Trial, first: Trial) -> list[str]:
-        """Return the names of files that this trial left behind but the first run did not.
+        """Return the names of the files that this trial left behind, unless the first run did too.
 
-        Names that differ only in their numbers count as the same.
+        Names that differ only in their numbers count as the same name.
         """
         names = {name_without_numbers(name): name for name in self._names(trial.files)}
         usual_names = {name_without_numbers(name) for name in self._names(first.files)}
         return sorted(name for key, name in names.items() if key not in usual_names)
 
     def _names(self, files: set[Path]) -> Iterator[str]:
-        """Yield the names of files in the workplace, with "*" for random parts of the names."""
+        """Yield the names of files in the workplace, with "*" in place of random characters."""
         for file in files:
             name = str(file).removeprefix(f"{self._workplace.scratch}/").removeprefix("work/")
             yield re.sub(r"(tmp|pymp-|listener-)[a-z0-9_]{8}", r"\1*", name)
@@ -324,22 +327,23 @@ class Campaign:
 def check_survives(
     command: Sequence[str], *, cwd: Path | None = None, **options: Any
 ) -> CampaignReport:
-    """Check that a training run survives faults and is still the same run after each of them.
+    """Check that a training run survives faults and is still the same run after each fault.
 
     Use this function in your own tests.
 
     Args:
         command: The training command, such as ``[sys.executable, "path/to/file.py"]``.
-        cwd: The working directory of the command; by default the current one. The directory is
-            copied, and nothing in the original is changed.
-        options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
+        cwd: The command's working directory, which by default is the current directory. The
+            directory is copied, and nothing in the original is changed.
+        options: The arguments ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts``
+            of `Campaign`.
 
     Returns:
         The report of the campaign.
 
     Raises:
-        AssertionError: If any fault changes or ends the run. The message names each such fault and
-            the first step that differs.
+        AssertionError: If any fault changes or ends the run; the message names each such fault and
+            the first step that differs. Also if no fault could be tried.
         PolicyError: H729 or H730 if the command cannot be tested.
     """
     origin = Path.cwd() if cwd is None else cwd
@@ -356,9 +360,9 @@ def check_survives(
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore the signals that would end the campaign, for the duration of the context."""
+    """Ignore the signals in `INTERRUPTS` while the ``with`` block runs."""
     handlers = {}
-    # Only the main thread can set handlers.
+    # Only the main thread can set signal handlers.
     with suppress(ValueError):
         for number in INTERRUPTS:
             handlers[number] = signal.signal(number, signal.SIG_IGN)
@@ -370,10 +374,9 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _longest_pause_seconds(attempt: TrialAttempt) -> float:
-    """Return the longest time in an attempt without a new record.
+    """Return the longest time during which an attempt wrote no record to its traces.
 
-    The start of the program (before the first record) and its end (after the last record) count
-    together as one pause.
+    The time before the first record and the time after the last record count together as one pause.
     """
     times = sorted(record.seconds for segment in attempt.segments for record in segment.records)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -382,7 +385,7 @@ def _longest_pause_seconds(attempt: TrialAttempt) -> float:
 
 
 def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
-    """Return the first fault of each kind, then the second of each, and so on."""
+    """Reorder faults: the first fault of each kind, then the second of each kind, and so on."""
     faults_of_kind: Counter[str] = Counter()
     numbered = []
     for fault in faults:
@@ -392,7 +395,7 @@ def _first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _remarks(baseline: _Baseline, rows: Sequence[FaultResult], estimate: str) -> list[str]:
-    """Return notes for the user about the campaign as a whole."""
+    """Return notes for the user that apply to the campaign as a whole."""
     remarks = []
     if not baseline.first.last.saves:
         remarks.append(NO_SAVE_REMARK)
@@ -415,9 +418,10 @@ def _versions(reference: Reference) -> dict[str, str]:
 
 
 def _estimate(faults: Sequence[Fault], seconds_per_start: float) -> str:
-    """Return a sentence that estimates how long the faults will take."""
+    """Return a phrase that estimates the duration of the campaign."""
     # The command starts twice for the undisturbed runs. A fault usually takes one start and one
-    # restart; a fault with injections into restarts takes one restart for each injection.
+    # restart. A fault with injections into restarts takes one restart for each injection.
     starts = 2 + sum(1 + max(1, len(fault.restart_injections)) for fault in faults)
+    # One minute is added for everything apart from the command itself.
     minutes = starts * seconds_per_start / 60 + 1
     return f"{len(faults)} faults need about {minutes:.0f} min"

@@ -14,12 +14,12 @@ from typing import TypeAlias
 from holdfast.chaos.faults import flip_bit
 from holdfast.chaos.workplace import Workplace
 
-# Suffixes that no checkpoint has. A guard's recorder writes ``.ring`` files.
+# File name suffixes that no checkpoint has. holdfast's recorder writes the ``.ring`` files.
 TEXT_SUFFIXES = frozenset(
     {".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml", ".ring"}
 )
 
-# A function that damages a file, at a position that the random generator determines.
+# A function that damages a file at a position drawn from the random generator.
 DamageAction: TypeAlias = Callable[[Path, random.Random], None]
 
 
@@ -35,10 +35,10 @@ def damage_newest_checkpoint(
 
     Args:
         workplace: The workplace of the trial.
-        saved: Paths of the saves that were observed.
+        saved: The paths to which the script was observed saving.
         action: The function that damages the file.
-        chance: Random generator for the position of the damage.
-        read_names: Names of files that restarts have read, from `name_without_numbers`.
+        chance: The random generator from which the position of the damage is drawn.
+        read_names: The names of files that restarts have read, from `name_without_numbers`.
 
     Returns:
         The damaged file, or None if the script has written no checkpoint.
@@ -54,22 +54,23 @@ def newest_checkpoint(
 ) -> Path | None:
     """Return the newest large file among the files that are most likely checkpoints.
 
-    A file is large if it has at least half the size of the largest candidate. Small files are
-    excluded, because a script may write one next to a checkpoint, later than the checkpoint.
+    A file is large if it is at least half the size of the largest candidate. Smaller files are
+    excluded, because a script may write a small file, such as a log, after each checkpoint. The
+    result is None if the script has written no file.
     """
     candidates = files_written(workplace)
     if not candidates:
         return None
     saved_paths = set(saved)
     criteria: tuple[Callable[[Path], bool], ...] = (
-        # A save of the file, or of a folder that contains it, was observed.
+        # The script was observed saving to this file, or to a folder that contains it.
         lambda path: not saved_paths.isdisjoint((path, *path.parents)),
         lambda path: path.suffix not in TEXT_SUFFIXES,
         lambda path: name_without_numbers(path) in read_names,
     )
     for criterion in criteria:
         matching = {path: status for path, status in candidates.items() if criterion(path)}
-        # If no file meets a criterion, the criterion is ignored.
+        # A criterion that no file meets is ignored.
         candidates = matching or candidates
     largest_bytes = max(status.st_size for status in candidates.values())
     large = [path for path, status in candidates.items() if 2 * status.st_size >= largest_bytes]
@@ -77,9 +78,10 @@ def newest_checkpoint(
 
 
 def files_written(workplace: Workplace) -> dict[Path, os.stat_result]:
-    """Return the nonempty files that the script has written in this trial.
+    """Return the nonempty files that the script has written in this trial, with their status.
 
-    A file with a hard link outside of the workplace is excluded, because it may be user data.
+    A file with a hard link outside of the workplace is excluded, because damaging it could destroy
+    the user's data.
     """
     files = workplace.files()
     links_inside = Counter(status.st_ino for status in files.values())
@@ -99,7 +101,7 @@ def flip_random_bit(path: Path, chance: random.Random) -> None:
 
 
 def truncate_to_half(path: Path, _chance: random.Random) -> None:
-    """Cut a file to half of its size."""
+    """Truncate a file to half its size."""
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
 
@@ -109,5 +111,5 @@ def leave_intact(_path: Path, _chance: random.Random) -> None:
 
 
 def name_without_numbers(path: object) -> str:
-    """Return a path with "#" for each number, because steps and times differ between attempts."""
+    """Return a path with "#" in place of each number, since steps and times differ by attempt."""
     return re.sub(r"\d+", "#", str(path))

@@ -1,4 +1,4 @@
-"""Refuse a command that cannot be tested, and suggest a fix."""
+"""Reject a command that cannot be tested, and suggest a fix."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from holdfast.chaos.trials import TrialAttempt
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
 
-# A trial needs some steps before the fault and some after it.
+# The minimum number of steps: a trial needs some steps before the fault and some after it.
 MIN_STEPS = 4
-# How many characters from the end of the output an error message shows.
+# The number of characters from the end of the output that an error message shows.
 OUTPUT_CHARACTERS = 400
-# How many paths an error message shows.
+# The maximum number of paths that an error message shows.
 MAX_PATHS = 3
-# The system's own folders, which many libraries write to.
+# The operating system's folders, which many libraries write to.
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
 # Parts of the paths of multiprocessing's temporary folders and of Python's caches.
 PASSING_PATHS = ("/pymp-", "/__pycache__")
 
 
 def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: bool) -> None:
-    """Refuse a command that cannot be tested.
+    """Raise an error if a command cannot be tested.
 
     Args:
-        attempt: An attempt without a fault.
+        attempt: An attempt at running the command without a fault.
         workplace: The workplace in which the attempt ran.
         out_of_time: Whether the campaign's time budget is used up.
 
     Raises:
-        PolicyError: H729, with the reason.
+        PolicyError: H729 if the command cannot be tested. The message says why.
     """
     if attempt.hung and out_of_time:
         raise _untestable(
@@ -59,7 +59,8 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
             f"made fewer than {MIN_STEPS} steps",
             fix="let the command train for more steps, and save checkpoints in between.",
         )
-    # Files outside of the workplace would still exist in the next trial.
+    # Writing outside of the workplace is not allowed, because files that are written there would
+    # still exist in the next trial.
     paths_outside = [
         event.facts["path"]
         for event in attempt.events("outside")
@@ -84,10 +85,10 @@ def _untestable(reason: str, fix: str) -> PolicyError:
 
 
 def _is_ignored(path: str, workplace: Workplace) -> bool:
-    """Return whether a path belongs to the system or a cache rather than to the script."""
+    """Return whether any command may write to a path, such as a system folder or a cache."""
     if any(part in path for part in PASSING_PATHS):
         return True
-    # Caches in the home directory have names that start with a dot. `pathlib.Path.home` would raise
-    # if the user has no home directory.
+    # Caches in the home directory have names that start with a dot. `pathlib.Path.home` is not used
+    # because it raises an error if the user has no home directory.
     hidden_in_home = os.path.expanduser("~/.")  # noqa: PTH111
     return path.startswith((*SYSTEM_FOLDERS, str(workplace.scratch), hidden_in_home))

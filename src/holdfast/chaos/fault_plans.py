@@ -1,7 +1,7 @@
-"""Draw the faults of a campaign: what to inject, at which step, and what into the restarts.
+"""Draw the faults of a campaign: what to inject into the first attempt and into its restarts.
 
-Only faults that the command makes possible are drawn. For example, no loader worker is killed if
-the undisturbed run has none.
+Only faults that are possible for the command are drawn. For example, no fault kills a loader worker
+if the undisturbed run has no workers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ KINDS = (
     "damage",
 )
 
-# Number of SIGKILLs at random steps. The run is divided into this many equal parts, with one
-# SIGKILL in each.
+# The number of faults that kill the process at a random step. The run is divided into this many
+# equal parts, and one of these faults is drawn for each part.
 RANDOM_KILLS = 3
-# Time for the command to exit after SIGTERM. Slurm and Kubernetes allow 30 s, but a training run
-# that saves at once needs less, and the campaign has to wait.
+# How long the command may take to exit after SIGTERM. Slurm and Kubernetes allow 30 s, but a
+# training run that saves immediately needs less, and a longer time would slow down the campaign.
 SIGTERM_GRACE_SECONDS = 15.0
 # How long a slow rank is stopped: longer than a step, but shorter than the timeout of collectives.
 SLOW_RANK_SECONDS = 10.0
-# How far the clock is set back: one hour, as at the end of daylight saving time. A short run takes
-# less than that.
+# How far the clock is set back: one hour, as at the end of daylight saving time. This is longer
+# than a short run takes.
 CLOCK_SHIFT_SECONDS = -3600
 
 
@@ -56,12 +56,13 @@ class Fault:
     """One fault of a campaign.
 
     Args:
-        kind: One of `KINDS`.
-        description: The fault in words, for the report.
+        kind: The kind of fault, which is one of `KINDS`.
+        description: A description of the fault, for the report.
         injection: What to inject into the first attempt.
-        damage: How to damage the newest checkpoint between the first two attempts, or None.
-        restart_injections: What to inject into the restarts, in order. The last one applies to all
-            later restarts.
+        damage: How to damage the newest checkpoint between the first two attempts; None for no
+            damage.
+        restart_injections: What to inject into each restart, in order. The last item also applies
+            to all later restarts.
     """
 
     kind: str
@@ -74,21 +75,21 @@ class Fault:
 class FaultDraw:
     """Draws the faults of a campaign.
 
-    All faults are always drawn, and in the same order, even if only some kinds are requested. The
-    seed therefore determines each fault.
+    All faults are always drawn in the same order, even if only some kinds are requested. Each fault
+    therefore depends only on the seed.
 
     Args:
         reference: The undisturbed run of the lowest rank.
-        chance: Random generator for steps, saves and ranks.
+        chance: The random generator from which steps, saves and ranks are drawn.
     """
 
     def __init__(self, reference: Reference, chance: random.Random) -> None:
         self._chance = chance
-        # Faults are timed by the steps of the process that makes the most steps.
+        # The moments of faults are drawn from the steps of the process that takes the most steps.
         self._segment = max(reference.segments, key=lambda segment: len(segment.steps))
         self._step_count = len(self._segment.steps)
         self._saves = self._segment.saves
-        # The step of the first save from which a restart can resume.
+        # The number of steps before the first save from which a restart can resume.
         self._first_save_step = min(
             (save.steps_made for save in self._saves if save.steps_made < self._step_count),
             default=0,
@@ -120,7 +121,7 @@ class FaultDraw:
     def _kill_or_terminate(self) -> Iterable[Fault]:
         """Yield faults that kill the process or ask it to exit.
 
-        SIGKILL arrives in the first step and at random steps, SIGTERM at a random step.
+        SIGKILL is sent in the first step and in random steps, and SIGTERM is sent in a random step.
         """
         yield Fault(
             kind="first", description="SIGKILL in the first step", injection=_kill_in_backward(0)
@@ -141,7 +142,7 @@ class FaultDraw:
         yield _in_step("term", "SIGTERM in", injection)
 
     def _kill_in_evaluation(self) -> Iterable[Fault]:
-        """Yield a fault that kills the process in an evaluation, in the second half of the run."""
+        """Yield a fault that kills the process in an evaluation in the second half of the run."""
         evaluations = sum(1 for _ in self._segment.events("eval"))
         if evaluations == 0:
             return
@@ -167,7 +168,7 @@ class FaultDraw:
             yield self._disturb_rank("stopped", Injection(action=Action.SIGSTOP))
 
     def _slow_down_and_cut_off_rank(self) -> Iterable[Fault]:
-        """Yield a fault that stops a rank for some seconds, and one that cuts its connections."""
+        """Yield a fault that stops a rank temporarily, and one that cuts a rank's connections."""
         if self._segment.world_size > 1:
             slow = Injection(
                 action=Action.SIGSTOP,
@@ -177,7 +178,12 @@ class FaultDraw:
             yield self._disturb_rank("cut off", Injection(action=Action.CUT_CONNECTIONS))
 
     def _disturb_rank(self, words: str, injection: Injection) -> Fault:
-        """Return a fault in the backward pass of a random step, on a random rank other than 0."""
+        """Return a fault in the backward pass of a random step, on a random rank other than 0.
+
+        Args:
+            words: What happens to the rank, for the description.
+            injection: What to inject. The moment, the step and the rank are filled in.
+        """
         rank = self._chance.randrange(1, self._segment.world_size)
         injection = replace(injection, moment=Moment.BACKWARD, count=self._draw_step(), rank=rank)
         return _in_step("rank", f"rank {rank} {words} in", injection)
@@ -206,8 +212,8 @@ class FaultDraw:
     # --- saves and checkpoints ------------------------------------------------------------------
 
     def _disturb_save(self) -> Iterable[Fault]:
-        """Yield faults during a save: kills, a full disk, and a write that fails."""
-        # Prefer a later save to the first one: only a later save replaces a checkpoint.
+        """Yield faults that occur during a save: kills, a full disk, and a write that fails."""
+        # Choose a later save than the first one if possible: only later saves replace a checkpoint.
         number = self._chance.randint(min(2, len(self._saves)), len(self._saves))
         save = self._saves[number - 1]
         yield Fault(
@@ -215,7 +221,7 @@ class FaultDraw:
             description=f"SIGKILL after writing in {_name_of_save(number, save)}",
             injection=Injection(action=Action.SIGKILL, moment=Moment.SAVE_ENDS, count=number),
         )
-        # With this limit, the largest checkpoint cannot be written completely.
+        # With this limit on file sizes, the largest checkpoint cannot be written completely.
         half_bytes = max(save.size_bytes for save in self._saves) // 2
         if half_bytes == 0:
             return
@@ -253,7 +259,8 @@ class FaultDraw:
     def _cut_writes(self, save: RecordedSave) -> Iterable[Fault]:
         """Yield faults that kill the process in the middle of writing a file.
 
-        The files are the first and the last of those that are saved at the same step as `save`.
+        Several files may be saved at the same step as `save`. One fault is for the first of these
+        files, and one for the last.
         """
         numbers = [
             number
@@ -273,7 +280,11 @@ class FaultDraw:
             )
 
     def _damage_checkpoint(self, step: int) -> Iterable[Fault]:
-        """Yield faults that kill the process, and damage its newest checkpoint before a restart."""
+        """Yield faults that kill the process and then damage its newest checkpoint.
+
+        Args:
+            step: The index of the step in which the process is killed.
+        """
         actions: tuple[tuple[str, DamageAction], ...] = (
             ("a bit of the newest checkpoint flipped", flip_random_bit),
             ("the newest checkpoint cut in half", truncate_to_half),
@@ -289,8 +300,8 @@ class FaultDraw:
     def _fail_read(self) -> Fault:
         """Return a fault that kills the process and then makes a read of its checkpoint fail.
 
-        The first read by the first restart fails. The file itself is intact, so later restarts can
-        read it.
+        The first read of the newest checkpoint in the first restart fails. The file itself remains
+        intact, so later restarts can read it.
         """
         step = self._draw_step()
         return Fault(
@@ -304,16 +315,18 @@ class FaultDraw:
         )
 
     def _shift_clock(self) -> Fault:
-        """Return a fault that sets the clock back after a kill.
+        """Return a fault that kills the process and sets the clock back for the restarts.
 
-        The process is killed a second time after it has saved another checkpoint. A script that
-        recognizes the newest checkpoint by a time in its name then resumes from the wrong one.
+        If the run saves another checkpoint, the process is killed a second time after this save. A
+        script that finds the newest checkpoint by the time in its name then resumes from the wrong
+        checkpoint.
         """
         first = self._first_save_step
         description = f"SIGKILL in step {first + 1}, the clock set back an hour"
         shifted = Injection(clock_shift_seconds=CLOCK_SHIFT_SECONDS)
         restart_injections: tuple[Injection, ...] = (shifted,)
-        # The second attempt resumes from the first save, and counts its own steps from 0.
+        # The second attempt resumes from the first save and counts its own steps from 0. It takes
+        # one more step after the next save before it is killed, hence the `+ 1`.
         steps_after_next_save = [
             save.steps_made - first + 1
             for save in self._saves
@@ -334,11 +347,11 @@ class FaultDraw:
         )
 
     def _draw_step(self, part: int | None = None) -> int:
-        """Draw a step after the first save, as the number of steps before it.
+        """Draw a random step after the first save, and return its index.
 
         Args:
-            part: The index of the part to draw from, if the steps after the first save are divided
-                into `RANDOM_KILLS` equal parts. None for the whole range.
+            part: If the steps after the first save are divided into `RANDOM_KILLS` equal parts, the
+                index of the part to draw from. None draws from all of these steps.
         """
         lowest = min(self._first_save_step + 1, self._step_count - 1)
         position = self._chance.random()
@@ -352,7 +365,8 @@ def _name_of_save(number: int, save: RecordedSave) -> str:
 
 
 def _in_step(kind: str, words: str, injection: Injection) -> Fault:
-    """Return a fault that is described as "`words` step N", where N is the injection's step."""
+    """Return a fault that is described as "`words` step N", where N is the step's number."""
+    # The injection counts the steps before the fault, and people count steps from 1.
     description = f"{words} step {injection.count + 1}"
     return Fault(kind=kind, description=description, injection=injection)
 

@@ -1,8 +1,8 @@
-"""Real faults: memory that runs out, a full disk, a flipped bit.
+"""Cause real faults: a lack of memory, a full disk, a flipped bit.
 
 Nothing is mocked: an allocation fails because the kernel refuses it, and a write fails because the
 disk is full. Import these functions from `holdfast.testing`. In a campaign, `fault_plans` decides
-which fault happens when, and `injector` carries it out.
+which faults happen and when, and `injector` carries them out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.memory.host_memory import UNDER_A_LIMIT_BYTES, set_malloc_threshold, trim_heap
 
-# The disk is filled in blocks of this size.
+# `fill_disk` writes blocks of up to this size.
 FILL_BLOCK_BYTES = 1 << 20
 
 
@@ -24,13 +24,13 @@ def limit_memory(headroom_bytes: int | None) -> None:
     """Limit this process's memory to its current use plus some headroom.
 
     The limit applies to the data segment (``RLIMIT_DATA``), which includes the heap, private
-    mappings and the stacks of all threads except the main one. A stack is usually 8 MiB, so leave
-    room for threads that start while the limit applies. The first limit also configures glibc's
-    malloc to return freed memory to the system, so that freed memory is not extra headroom. A guard
-    configures malloc in the same way when it finds a limit.
+    mappings and the stacks of all threads except the main thread. A stack usually takes 8 MiB, so
+    leave room for threads that start while the limit applies. Setting the first limit also
+    configures glibc's malloc to return freed memory to the system, so that freed memory does not
+    act as extra headroom. A guard configures malloc in the same way when it finds a limit.
 
     Args:
-        headroom_bytes: Bytes that may still be allocated; None removes the limit.
+        headroom_bytes: The number of bytes that may still be allocated. None removes the limit.
 
     Raises:
         OSError: If the system does not report the size of the data segment. Only Linux does.
@@ -61,10 +61,10 @@ def data_segment_bytes() -> int:
 
 @contextmanager
 def memory_limited(headroom_bytes: int) -> Iterator[None]:
-    """Limit memory for the duration of the context, as `limit_memory` does.
+    """Limit memory with `limit_memory` while the ``with`` block runs.
 
     Args:
-        headroom_bytes: Bytes that may still be allocated inside the context.
+        headroom_bytes: The number of bytes that may still be allocated inside the block.
     """
     limit_memory(headroom_bytes)
     try:
@@ -74,11 +74,12 @@ def memory_limited(headroom_bytes: int) -> Iterator[None]:
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Flip one bit of a file and flush it to the disk.
+    """Flip one bit of a file and flush the file to disk.
 
     Args:
-        path: The file.
-        bit: Index of the bit from the beginning of the file. The lowest bit of a byte comes first.
+        path: The file to change.
+        bit: The index of the bit, counted from the beginning of the file. The least significant bit
+            of each byte comes first.
     """
     byte_index, bit_in_byte = divmod(bit, 8)
     with path.open("r+b") as file:
@@ -93,11 +94,11 @@ def flip_bit(path: Path, bit: int) -> None:
 def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:
     """Write zeros to a file until its disk is full.
 
-    Use it only on a small disk that belongs to the test.
+    Use this function only on a small disk that is reserved for the test.
 
     Args:
         file: The file to write. An existing file is replaced.
-        leave_bytes: How much space to leave free.
+        leave_bytes: The number of bytes to leave free on the disk.
     """
     with file.open("wb") as filler:
         while True:

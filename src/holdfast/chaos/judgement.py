@@ -1,7 +1,8 @@
 """Decide the outcome of a trial.
 
-The order of the rules matters, because the first rule that has an answer wins. The rules ask
-whether the fault happened, then whether the run survived it, then whether it is still the same run.
+A rule returns None if it does not apply. The order of the rules matters, because the first rule
+that applies decides. The rules check whether the fault happened, then whether the run survived the
+fault, and then whether the run is still the same.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from holdfast.chaos.injection.plan import Action
 from holdfast.chaos.results import TrialResult
 from holdfast.chaos.trials import Trial
 
-# How many of the files that restarts read are named.
+# The maximum number of file names that a message lists.
 MAX_NAMED_FILES = 3
-# A longer line of output is cut to this length.
+# A longer line of output is truncated to this length.
 MAX_LINE_CHARACTERS = 200
-# A line that reports an exception, such as "ValueError: no data".
+# Matches a line that reports an exception, such as "ValueError: no data".
 _EXCEPTION_LINE = re.compile(r"\w(Error|Exception)\b: \S")
 
 
@@ -31,11 +32,12 @@ class TrialCase:
     """The facts about one trial.
 
     Args:
-        fault: The fault that was injected.
-        trial: All attempts.
-        comparison: How the attempts compare with the undisturbed run.
-        is_steady: Whether two undisturbed runs are the same. Otherwise differences mean nothing.
-        damaged_unread_file: Whether the damage is in a file that no restart reads.
+        fault: The fault that was planned.
+        trial: The trial, with all of its attempts.
+        comparison: The comparison of the trial with the undisturbed run.
+        is_steady: Whether two undisturbed runs are the same. If they are not, differences in a
+            trial mean nothing.
+        damaged_unread_file: Whether the damaged file is one that no restart reads.
     """
 
     fault: Fault
@@ -52,7 +54,7 @@ class TrialCase:
 
 @dataclass(frozen=True, slots=True)
 class TrialJudgement:
-    """The outcome of a trial, and an explanation in words."""
+    """The outcome of a trial, and the reason for this outcome in words."""
 
     result: TrialResult
     detail: str
@@ -62,7 +64,7 @@ Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
 
 
 def judge(case: TrialCase) -> TrialJudgement:
-    """Return the first answer of a rule in `RULES`, with the name of the damaged file added."""
+    """Return the judgement of the first rule in `RULES` that applies, and name the damaged file."""
     answers = (rule(case) for rule in RULES)
     judgement = next(answer for answer in answers if answer is not None)
     damaged = case.trial.damaged
@@ -78,7 +80,7 @@ def judge(case: TrialCase) -> TrialJudgement:
 
 
 def moment_never_came(case: TrialCase) -> TrialJudgement | None:
-    """The first attempt did not reach the moment of the fault."""
+    """Return `DID_NOT_OCCUR` if the first attempt did not reach the moment of the fault."""
     first = case.trial.attempts[0]
     if first.events("fault"):
         return None
@@ -89,14 +91,18 @@ def moment_never_came(case: TrialCase) -> TrialJudgement | None:
 
 
 def no_checkpoint_to_damage(case: TrialCase) -> TrialJudgement | None:
-    """The script had not saved a checkpoint before it was killed."""
+    """Return `DID_NOT_OCCUR` if the script was killed before it had saved any checkpoint."""
     if case.fault.damage is None or case.trial.damaged is not None:
         return None
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, "no checkpoint was found")
 
 
 def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
-    """The second part of the fault needs a restart, but the command survived without one."""
+    """Return `DID_NOT_OCCUR` if the command continued without the restart that the fault needs.
+
+    A fault needs a restart if it damages a checkpoint between two attempts, or if it injects
+    something into a restart.
+    """
     needs_restart = case.fault.damage is not None or case.fault.restart_injections
     if not needs_restart or len(case.trial.attempts) > 1:
         return None
@@ -104,8 +110,8 @@ def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
 
 
 def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
-    """The planned moment came, but there was nothing to disturb."""
-    # The reasons why the injectors could not act.
+    """Return `DID_NOT_OCCUR` if the planned moment came, but nothing could be disturbed."""
+    # The reasons that the injectors recorded in the traces.
     obstacles = [
         event.facts["why"] for attempt in case.trial.attempts for event in attempt.events("missed")
     ]
@@ -123,7 +129,7 @@ def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
 
 
 def last_attempt_hung(case: TrialCase) -> TrialJudgement | None:
-    """The last attempt made no progress and was killed."""
+    """Return `HANGS` if the last attempt made no progress and was killed."""
     if not case.trial.last.hung:
         return None
     return TrialJudgement(
@@ -132,7 +138,7 @@ def last_attempt_hung(case: TrialCase) -> TrialJudgement | None:
 
 
 def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
-    """The last attempt ended with an error."""
+    """Return `DOES_NOT_SURVIVE` if the last attempt ended with an error."""
     status = case.trial.last.status
     if status == 0:
         return None
@@ -141,7 +147,7 @@ def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
 
 
 def earlier_attempt_hung(case: TrialCase) -> TrialJudgement | None:
-    """The run completed only because the campaign killed an attempt that hung."""
+    """Return `HANGS` if the run completed only because the campaign killed a hanging attempt."""
     if not any(attempt.hung for attempt in case.trial.attempts):
         return None
     return TrialJudgement(
@@ -150,7 +156,7 @@ def earlier_attempt_hung(case: TrialCase) -> TrialJudgement | None:
 
 
 def ended_in_nan(case: TrialCase) -> TrialJudgement | None:
-    """The weights or the loss of the last step are not finite."""
+    """Return `ENDS_IN_NAN` if the weights or the loss of the last step are not finite."""
     if case.comparison.finite:
         return None
     detail = "the weights or the loss at the end are NaN or infinite"
@@ -161,7 +167,11 @@ def ended_in_nan(case: TrialCase) -> TrialJudgement | None:
 
 
 def changed_by_nan(case: TrialCase) -> TrialJudgement | None:
-    """A NaN in the data may change the run, but the weights must remain finite."""
+    """Return `SURVIVES` if an injected NaN changed the run.
+
+    A NaN in the data is allowed to change the run, as long as the weights remain finite, which
+    `ended_in_nan` has already checked.
+    """
     if case.fault.kind != "nan":
         return None
     if all(difference.what == TEXT for difference in case.comparison.differences):
@@ -171,7 +181,7 @@ def changed_by_nan(case: TrialCase) -> TrialJudgement | None:
 
 
 def became_another_training(case: TrialCase) -> TrialJudgement | None:
-    """A step or a saved entry differs from the undisturbed run."""
+    """Return `ANOTHER_TRAINING` if a step or a saved entry differs from the undisturbed run."""
     for difference in _grave_differences(case):
         if difference.what != OLDER:
             return TrialJudgement(TrialResult.ANOTHER_TRAINING, str(difference))
@@ -179,7 +189,7 @@ def became_another_training(case: TrialCase) -> TrialJudgement | None:
 
 
 def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
-    """A restart resumed from an older checkpoint than the newest complete one."""
+    """Return `WORK_LOST` if a restart ignored the newest complete checkpoint."""
     if case.fault.damage is not None:
         # The newest checkpoint was damaged, so resuming from an older one is correct.
         return None
@@ -190,7 +200,7 @@ def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
 
 
 def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
-    """The run is the same, but only because no restart reads the damaged file."""
+    """Return `DID_NOT_OCCUR` if the run is the same because no restart reads the damaged file."""
     if not case.damaged_unread_file:
         return None
     names = sorted({path.name for path in case.trial.read})
@@ -202,7 +212,10 @@ def damage_without_effect(case: TrialCase) -> TrialJudgement | None:
 
 
 def survived(case: TrialCase) -> TrialJudgement:
-    """The run survived. If undisturbed runs are reproducible, it is also the same run."""
+    """Return `EXACT` if undisturbed runs are reproducible; otherwise `SURVIVES`.
+
+    This rule is the last one, so the run has survived, and no difference that matters was found.
+    """
     if not case.is_steady:
         return TrialJudgement(TrialResult.SURVIVES, "")
     texts = [
@@ -211,7 +224,7 @@ def survived(case: TrialCase) -> TrialJudgement:
     return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
 
 
-# The last rule always has an answer.
+# The last rule always returns a judgement.
 RULES: tuple[Rule, ...] = (
     moment_never_came,
     no_checkpoint_to_damage,
@@ -230,17 +243,17 @@ RULES: tuple[Rule, ...] = (
 
 
 def _grave_differences(case: TrialCase) -> list[RunDifference]:
-    """Return the differences that matter, which are none if two undisturbed runs already differ."""
+    """Return the differences that matter: none if even two undisturbed runs differ."""
     if not case.is_steady:
         return []
     return [difference for difference in case.comparison.differences if difference.what != TEXT]
 
 
 def _describe_end(trial: Trial, how: str) -> str:
-    """Return how the last attempt ended, with the line of its output that explains why.
+    """Describe how the last attempt ended, and quote the line of its output that explains why.
 
-    The last line that reports an exception is used, because a launcher prints more lines after it.
-    If no line reports an exception, the last line is used.
+    This is the last line that reports an exception, because a launcher may print more lines after
+    it. If no line reports an exception, the last line is quoted.
     """
     lines = [line for line in trial.last.output.splitlines() if re.search(r"\w", line)]
     exceptions = [line for line in lines if _EXCEPTION_LINE.search(line)]
@@ -251,9 +264,9 @@ def _describe_end(trial: Trial, how: str) -> str:
 
 
 def describe_status(status: int) -> str:
-    """Return an exit status in words.
+    """Return a phrase that describes an exit status, such as "signal 9" or "exit code 1".
 
     Args:
-        status: The exit code, or the negative number of a signal.
+        status: The exit code, or the negative number of the signal that killed the process.
     """
     return f"signal {-status}" if status < 0 else f"exit code {status}"

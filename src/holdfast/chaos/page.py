@@ -1,4 +1,4 @@
-"""The HTML report of a campaign: one file that opens offline, loads nothing and runs no script."""
+"""Render the HTML report of a campaign: a single file that needs no network and no scripts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from jinja2 import Environment, StrictUndefined
 from holdfast.chaos.results import CampaignReport
 from holdfast.core.text import sanitise
 
-# A curve is about 240 pixels wide, so more points would not be visible.
+# The maximum number of points in a curve. A curve is about 240 pixels wide, so more points would
+# not be visible.
 MAX_CURVE_POINTS = 200
-# Side length of the square in which curves are drawn, in SVG units.
+# The side length of the square in which curves are drawn, in SVG units.
 CURVE_SIZE = 100
 
 # One loss per step; None for a step without a loss.
@@ -23,13 +24,13 @@ Losses = Sequence[float | None]
 def render(
     report: CampaignReport, command: str, verdict: str, *, now: datetime | None = None
 ) -> str:
-    """Return the HTML page of a report.
+    """Return a campaign's report as an HTML page.
 
     Args:
         report: The report of the campaign.
-        command: The command to display; it must not contain secrets.
+        command: The command to display, which must not contain secrets.
         verdict: The verdict in one sentence, without the final period.
-        now: The time to display; None for the current time.
+        now: The time to display as the time of the report; None for the current time.
     """
     environment = Environment(
         autoescape=True, finalize=sanitise, undefined=StrictUndefined, trim_blocks=True
@@ -48,14 +49,14 @@ def render(
 
 
 def draw_curves(*curves: Losses) -> list[str]:
-    """Return the points of several curves, drawn in one square on the same scale.
+    """Return the points of several loss curves, drawn in one square on the same scale.
 
     Args:
         curves: The losses of each curve.
 
     Returns:
-        For each curve, the value of the ``points`` attribute of an SVG polyline, with smaller
-        losses below larger ones. The list is empty if any curve has no losses.
+        For each curve, the value of the ``points`` attribute of an SVG polyline, in which smaller
+            losses are drawn below larger losses. The list is empty if any curve has no losses.
     """
     values_of_curves = [[loss for loss in curve if loss is not None] for curve in curves]
     if not all(values_of_curves):
@@ -67,8 +68,9 @@ def draw_curves(*curves: Losses) -> list[str]:
 
 
 def _draw_curve(curve: Losses, lowest: float, highest: float, step_count: int) -> str:
+    # Divide and round up.
     steps_per_point = -(-step_count // MAX_CURVE_POINTS)
-    # If all losses are equal, avoid dividing by zero.
+    # If all losses are equal, use 1 to avoid dividing by zero.
     height = (highest - lowest) or 1
     points = []
     for step in range(0, len(curve), steps_per_point):

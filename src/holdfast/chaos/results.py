@@ -1,4 +1,4 @@
-"""The report of a campaign, with one result per fault.
+"""The report of a campaign, which contains one result per fault.
 
 The fields have the same names in the output of ``holdfast chaos --json``.
 """
@@ -13,22 +13,22 @@ from holdfast.chaos.comparison.differences import RunDifference
 
 
 class TrialResult(StrEnum):
-    """The outcome of a trial; the values are those of ``--json``."""
+    """The possible outcomes of a trial, with their names in the output of ``--json``."""
 
-    # The run survived and is the same, bit for bit.
+    # The run survived, and is bit for bit the same as the undisturbed run.
     EXACT = "exact"
-    # The run reached its end, but whether it is still the same run cannot be determined: the fault
-    # changed the data, or even two undisturbed runs differ.
+    # The run reached its end, but whether it is still the same run cannot be determined, because
+    # the fault changed the data or even two undisturbed runs differ.
     SURVIVES = "survives"
     ANOTHER_TRAINING = "another training"
-    # The run repeated steps that it had already saved.
+    # The run repeated steps although it had already saved a checkpoint after these steps.
     WORK_LOST = "work is lost"
     ENDS_IN_NAN = "ends in NaN"
     HANGS = "hangs"
     DOES_NOT_SURVIVE = "does not survive"
-    # The moment of the fault never came.
+    # The moment of the fault never came, or the fault had no effect.
     DID_NOT_OCCUR = "did not occur"
-    # There was no time left, or the campaign was interrupted.
+    # No time was left, or the campaign was interrupted.
     NOT_TRIED = "not tried"
 
 
@@ -37,17 +37,17 @@ class FaultResult:
     """The result of one trial.
 
     Args:
-        kind: Kind of the fault: one of `fault_plans.KINDS`.
-        fault: The fault in words.
-        result: The outcome.
+        kind: The kind of fault, which is one of `fault_plans.KINDS`.
+        fault: A description of the fault.
+        result: The outcome of the trial.
         detail: The reason for the outcome, in words.
-        attempts: Number of times the command was started.
-        seconds: Total time of all attempts.
+        attempts: The number of times that the command was started.
+        seconds: The total duration of all attempts.
         seconds_lost: How much longer the attempts took than the undisturbed run.
-        left_processes: Number of processes that were still running after the command had ended.
-        left_files: Files that this trial left behind and the undisturbed run did not.
+        left_processes: The number of processes that were still running after the command had ended.
+        left_files: The files that this trial left behind but the undisturbed run did not.
         comparison: The fields of `timeline.TrialComparison`; empty if nothing was compared.
-        failed: The last line of an error in the observer; empty if there was none.
+        failed: The last line of an error message from the observer; empty if there was no error.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class FaultResult:
 
     @property
     def lost(self) -> bool:
-        """Return whether the training run did not survive the fault."""
+        """Return whether the training run failed, hung or ended in NaN because of the fault."""
         return self.result in (
             TrialResult.DOES_NOT_SURVIVE,
             TrialResult.HANGS,
@@ -78,7 +78,7 @@ class FaultResult:
 
     @property
     def tried(self) -> bool:
-        """Return whether the fault happened."""
+        """Return whether the fault happened, so that the outcome says something about the run."""
         return self.result not in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED)
 
 
@@ -89,16 +89,16 @@ class CampaignReport:
     Args:
         command: The command that was tested.
         seed: The seed from which the faults were drawn.
-        steps: Number of steps of the undisturbed run.
-        undisturbed_seconds: Durations of the two undisturbed runs.
-        unsteady: The first difference between the two undisturbed runs, or None.
-        remarks: Notes for the user about the campaign as a whole.
+        steps: The number of steps of the undisturbed run.
+        undisturbed_seconds: The durations of the two undisturbed runs.
+        unsteady: The first difference between the two undisturbed runs, or None if there is none.
+        remarks: Notes for the user that apply to the campaign as a whole.
         rows: One result per fault, in the order in which the faults were tried.
-        seconds: Duration of the whole campaign.
-        seconds_of_runs: How long the command itself ran, over all attempts.
-        losses: Loss of each step of the undisturbed run; None for a step without a loss.
+        seconds: The duration of the whole campaign.
+        seconds_of_runs: How long the command itself ran, in total over all attempts.
+        losses: The loss of each step of the undisturbed run; None for a step without a loss.
         interrupted: Whether the user ended the campaign early.
-        versions: Versions of Python, torch and holdfast.
+        versions: The versions of Python, torch and holdfast.
     """
 
     command: list[str]
@@ -116,9 +116,10 @@ class CampaignReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether the run survived every fault and was still the same run after each.
+        """Return whether the run passed the trial of every fault that occurred.
 
-        Return False if the campaign ended before it had tried all requested faults.
+        The result is False if the campaign did not try all requested faults, if none of them
+        occurred, or if two undisturbed runs differ.
         """
         if self.interrupted or self.unsteady is not None:
             return False

@@ -1,11 +1,12 @@
 """The records of one attempt's processes: steps, saves and other events.
 
-An attempt is one start of the tested command. The observer in each of its processes writes a trace:
-a file of JSON lines. Each line has a ``kind``, the time (``seconds``), the number of steps that the
-process has made so far (``steps_made``), and the other fields of the class below that represents
-it.
+An attempt is one start of the tested command. The observer in each process of the attempt writes a
+trace, which is a file of JSON lines. Each line contains a ``kind``, the time (``seconds``), the
+number of steps that the process has taken so far (``steps_made``), and the other fields of the
+class below that represents this kind of line.
 
-A digest is a short string computed by `digests`. Equal digests mean equal bits.
+A digest is a short string computed by `digests`. Values with equal digests are assumed to be equal,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ class ModelState:
     """The state of the models that one optimizer trains, and the state of that optimizer.
 
     Args:
-        weights: Digest of the trained weights.
-        buffers: Digest of the buffers of each root module; None if unknown.
-        sample: The first numbers of some weights, to find out which of several states is nearest.
-        structure: Class names of the root modules, and the number of weights. Two attempts that
-            train the same models have the same structure.
-        roots: The ``id()`` of each root module, valid within one process.
-        optimizer: Digest of the optimizer's state; None if it was not recorded.
-        parameters: Digest of the parameters in the optimizer; None if it was not recorded.
+        weights: The digest of the trained weights.
+        buffers: The digest of each root module's buffers; None if unknown.
+        sample: The first few values of some weight tensors, which are used to find the nearest of
+            several states.
+        structure: The class names of the root modules, and the number of weight tensors. Two
+            attempts that train the same models have the same structure.
+        roots: The ``id()`` of each root module, which is valid only within one process.
+        optimizer: The digest of the optimizer's state; None if it was not recorded.
+        parameters: The digest of the optimizer's parameters; None if it was not recorded.
     """
 
     weights: str | None = None
@@ -45,7 +47,7 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """The state of one optimizer and of the buffers of its models at the time of a save."""
+    """Digests of an optimizer's state and parameters, and its models' buffers, at a save."""
 
     buffers: list[str | None]
     optimizer: str
@@ -56,31 +58,32 @@ class SavedState:
 class RecordedStep:
     """One step of an optimizer.
 
-    A step consists of one or more parts, for example with gradient accumulation. A part is a model
-    call that contributed to a loss of the step. `batch` and `inputs` have one digest per part.
-    `divergence` compares the attributes that are listed in `differences.FIELDS`.
+    A step consists of one or more parts; with gradient accumulation, there are several. A part is a
+    model call that contributed to a loss of the step. `divergence` compares the attributes that are
+    listed in `differences.FIELDS`.
 
     Args:
-        steps_made: Number of steps of the process so far, including this one.
-        seconds: Unix time at the end of the step.
-        rank: Rank of the process.
-        world_size: Number of ranks.
-        optimizer_index: Index of the optimizer, in the order in which optimizers first stepped.
-        before: State before the step, if this is the optimizer's first step in the process;
+        steps_made: The number of steps that the process has taken so far, including this one.
+        seconds: The Unix time at the end of the step.
+        rank: The rank of the process.
+        world_size: The number of ranks.
+        optimizer_index: The index of the optimizer, in the order in which optimizers first stepped.
+        before: The state before the step, if this is the optimizer's first step in the process;
             otherwise None.
-        after: State after the step.
-        weights_at_begin: Digest of the weights when the step began. Recorded only after a save.
-        settings: Learning rate, momentum, betas and weight decay of each parameter group.
-        scale: Loss scale of the gradient scaler; None without one.
-        parts: Number of parts.
-        batch: Digests of the batches from the loader.
-        random: Digests of the random states before the first part, by the generator's name.
-        inputs: Digests of the model's inputs.
+        after: The state after the step.
+        weights_at_begin: The digest of the weights when the step began. It is recorded only after a
+            save.
+        settings: The learning rate, momentum, betas and weight decay of each parameter group.
+        scale: The loss scale of the gradient scaler; None without a scaler.
+        parts: The number of parts.
+        batch: For each part, the digest of the batch from the loader.
+        random: The digests of the random states before the first part, by the generator's name.
+        inputs: For each part, the digest of the model's inputs.
         losses: The losses as strings, so that no digit is lost.
-        random_states: Digests of the random states before each model call, including calls that are
-            not part of the step.
+        random_states: The digests of the random states before each model call, including calls that
+            are not parts of the step.
         resumed_midway: Whether only the last parts of the step can be compared, because the attempt
-            resumed in the middle of a gradient accumulation. Traces do not contain this field.
+            resumed in the middle of gradient accumulation. Traces do not contain this field.
     """
 
     steps_made: int
@@ -114,17 +117,17 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSave:
-    """One call of a function that saves a checkpoint.
+    """One call to a function that saves a checkpoint.
 
     Args:
-        steps_made: Number of steps of the process so far.
-        seconds: Unix time at the end of the save.
+        steps_made: The number of steps that the process has taken so far.
+        seconds: The Unix time at the end of the save.
         path: The file or folder that was written; None if unknown.
-        in_thread: Whether the save ran in a thread while training continued. The saved state may
-            then be that of an earlier step.
-        entries: Digest or short value of each entry, by the entry's path within the checkpoint.
-        size_bytes: Size of the largest file.
-        states: State of each optimizer that has stepped; None for an optimizer that no longer
+        in_thread: Whether the save ran in a background thread while training continued. The saved
+            state may then be that of an earlier step.
+        entries: The digest or the short value of each entry, by its path within the checkpoint.
+        size_bytes: The size of the largest file that was written.
+        states: The state of each optimizer that has stepped; None for an optimizer that no longer
             exists.
     """
 
@@ -137,7 +140,7 @@ class RecordedSave:
     states: list[SavedState | None]
 
     def state_of(self, optimizer_index: int) -> SavedState | None:
-        """Return the state of an optimizer, or None if it is unknown."""
+        """Return the state of the optimizer with the given index, or None if it is unknown."""
         if optimizer_index < len(self.states):
             return self.states[optimizer_index]
         return None
@@ -145,9 +148,9 @@ class RecordedSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """Any other record. `facts` depends on the kind.
+    """A record that is neither a step nor a save. The names in `facts` depend on the kind.
 
-    The kinds, with their facts in parentheses:
+    The kinds, with the names of their facts in parentheses:
 
     - ``start``: the first record of a process (versions)
     - ``workers``: a loader has worker processes
@@ -155,7 +158,7 @@ class TraceEvent:
     - ``moved``: a checkpoint was renamed (source, path)
     - ``read``: a file that was written in this trial was read (path)
     - ``outside``: a file outside of the workplace was written (path)
-    - ``fault``: the fault was injected (act: the action)
+    - ``fault``: the fault was injected (act, which is the action)
     - ``missed``: the fault could not be injected (why)
     """
 
@@ -170,22 +173,22 @@ Record: TypeAlias = RecordedStep | RecordedSave | TraceEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The records of one process of an attempt, or of a part of that process, in order."""
+    """The records of a process of an attempt, or of one training run in that process, in order."""
 
     records: list[Record]
 
     @cached_property
     def steps(self) -> list[RecordedStep]:
-        """Return the records that are steps."""
+        """Return the steps among the records."""
         return [record for record in self.records if isinstance(record, RecordedStep)]
 
     @cached_property
     def saves(self) -> list[RecordedSave]:
-        """Return the records that are saves."""
+        """Return the saves among the records."""
         return [record for record in self.records if isinstance(record, RecordedSave)]
 
     def events(self, kind: str) -> Iterator[TraceEvent]:
-        """Return the events of one kind."""
+        """Yield the events of the given kind."""
         for record in self.records:
             if isinstance(record, TraceEvent) and record.kind == kind:
                 yield record
@@ -202,12 +205,13 @@ class Segment:
 
 
 def read_segment(path: Path) -> Segment:
-    """Read the trace of one process.
+    """Read the trace of one process and return its records.
 
-    Invalid lines are ignored: the process may have been killed in the middle of a line, and the
-    training script may have written to the file by accident.
+    Invalid lines are ignored, because the process may have been killed while it was writing a line,
+    and the training script may have written to the file by accident.
     """
     records: list[Record] = []
+    # The last item is either empty or an incomplete line.
     complete_lines = path.read_bytes().split(b"\n")[:-1]
     for line in complete_lines:
         with suppress(ValueError, TypeError, KeyError):
@@ -216,10 +220,10 @@ def read_segment(path: Path) -> Segment:
 
 
 def parse_record(line: dict[str, Any]) -> Record:
-    """Return the record in one line of a trace, given as a dict.
+    """Convert one line of a trace, already parsed as a dict, to a record.
 
     Raises:
-        TypeError, KeyError: If the dict is not a record.
+        TypeError, KeyError: If the dict is not a valid record.
     """
     facts = dict(line)
     kind = facts.pop("kind")

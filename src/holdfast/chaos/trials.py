@@ -1,6 +1,6 @@
 """Run one trial: start the command, inject a fault, and restart the command as a scheduler would.
 
-`Bench` starts the command once and observes it; one such start is an attempt. `run_trial` makes
+An attempt is one start of the command, which `Bench` performs and observes. `run_trial` makes
 attempts until the training run is complete. `fault_plans` decides what to inject, and `comparison`
 interprets the recorded traces.
 """
@@ -38,16 +38,16 @@ from holdfast.supervise.launch.commands import make_environment
 from holdfast.supervise.launch.kernel import become_subreaper
 from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, signal_all
 
-# How often a running command is checked.
+# How often to check whether a running command has ended.
 POLL_SECONDS = 0.02
-# When the command has ended, its other processes have this long to end too. Processes that are
-# still running after that count as left behind.
+# After the command has ended, its remaining processes have this much time to end too. Processes
+# that are still running after that count as left behind.
 LEFTOVER_GRACE_SECONDS = 0.5
-# Time to wait for killed processes to disappear.
+# How long to wait for killed processes to disappear.
 KILL_SECONDS = 5.0
-# How much of the end of the command's output is kept: a few screens of text.
+# How many bytes from the end of the command's output are kept: a few screens of text.
 OUTPUT_TAIL_BYTES = 4000
-# With less free disk space than this, our own traces may be incomplete.
+# With less free disk space than this, the traces may be incomplete.
 MIN_FREE_BYTES = 1 << 20
 
 
@@ -56,14 +56,16 @@ class TrialAttempt:
     """One start of the command: how it ended, and the records of its processes.
 
     Args:
-        status: Exit code of the command, or the negative number of the signal that killed it.
-        seconds: Time from the command's start to its end.
-        hung: Whether the command made no progress, or took too long, and was killed for that.
-        leftover_processes: Number of processes that were still running after the command had ended.
+        status: The exit code of the command, or the negative number of the signal that killed it.
+        seconds: The time from the command's start to its end.
+        hung: Whether the command was killed because it made no progress or took too long.
+        leftover_processes: The number of processes that were still running after the command had
+            ended.
         output: The end of the command's output.
-        segments: The records of each Python process, in the order of the first records.
-        observer_error: The last line of an error in the observer; empty if there was none.
-        refused_calls: Number of writes and reads that the campaign made fail.
+        segments: The records of each Python process, in the order of their first records.
+        observer_error: The last line of an error message from the observer; empty if there was no
+            error.
+        refused_calls: The number of writes and reads that the campaign made fail.
     """
 
     status: int
@@ -76,7 +78,7 @@ class TrialAttempt:
     refused_calls: int = 0
 
     def events(self, kind: str) -> list[TraceEvent]:
-        """Return the events of one kind, from all processes."""
+        """Return the events of the given kind from all processes."""
         return [event for segment in self.segments for event in segment.events(kind)]
 
     @property
@@ -86,7 +88,7 @@ class TrialAttempt:
 
     @property
     def most_steps(self) -> int:
-        """Return the number of steps of the process that made the most."""
+        """Return the largest number of steps that any one process took."""
         return max((len(segment.steps) for segment in self.segments), default=0)
 
 
@@ -96,10 +98,11 @@ class Trial:
 
     Args:
         attempts: The attempts, in order.
-        files: The files in the workplace at the end.
-        damaged: The file that was damaged between the first two attempts, or that the second
-            attempt could not read. None if there is no such file.
-        read: Files that were written in this trial and that restarts read before their first step.
+        files: The files in the workplace at the end of the trial.
+        damaged: The file that was damaged between the first two attempts, or of which a read failed
+            in the second attempt. None if there is no such file.
+        read: The files that were written in this trial and that restarts read before their first
+            step.
     """
 
     attempts: list[TrialAttempt]
@@ -114,11 +117,11 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Return the total time of all attempts."""
+        """Return the total duration of all attempts."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     def segments_by_rank(self) -> dict[int, list[Segment]]:
-        """Return the segments of all processes that made steps, by rank, in order."""
+        """Return the records of each process that took steps, grouped by rank, in order."""
         segments_by_rank: dict[int, list[Segment]] = {}
         for attempt in self.attempts:
             for segment in attempt.segments:
@@ -127,8 +130,8 @@ class Trial:
         return segments_by_rank
 
 
-# Called between the first two attempts with the paths of saves. Damages a file and returns its
-# path, or None if there is no checkpoint.
+# A function that is called between the first two attempts with the workplace and the paths of
+# saves. It damages a checkpoint and returns its path, or None if there is no checkpoint.
 Damage = Callable[[Workplace, Sequence[Path]], Path | None]
 
 
@@ -136,13 +139,14 @@ class Bench:
     """Starts a command in its workplace and observes it.
 
     Args:
-        program: The executable of the command.
+        program: The path of the command's executable.
         command: The words of the command.
-        workplace: The copy of the working directory in which the command runs.
-        deadline: When the campaign must end, on the clock of `time.monotonic`.
+        workplace: The copy of the working directory, in which the command runs.
+        deadline: The time at which the campaign must end, on the clock of `time.monotonic`.
     """
 
-    # Whether orphaned processes of the command become our children; see `adopt_orphans`.
+    # Whether orphaned processes of the command become children of this process; see
+    # `adopt_orphans`.
     adopts_orphans = False
 
     def __init__(
@@ -152,23 +156,23 @@ class Bench:
         self._command = [workplace.word(word) for word in command]
         self.workplace = workplace
         self.deadline = deadline
-        # An attempt counts as hanging if it records and prints nothing for `stall_seconds`, or
-        # takes longer than `max_seconds`. The campaign lowers both limits once it has measured the
-        # undisturbed run.
+        # An attempt counts as hanging if it writes no record and prints nothing for
+        # `stall_seconds`, or takes longer than `max_seconds`. The campaign lowers both limits once
+        # it has measured the undisturbed run.
         self.stall_seconds = 600.0
         self.max_seconds = 1e9
-        # Total time in which the command ran, over all attempts.
+        # How long the command ran, in total over all attempts.
         self.command_seconds = 0.0
         self._attempts_started = 0
 
     def attempt(self, injection: Injection | None = None) -> TrialAttempt:
-        """Start the command once, wait for its end, and return the observed attempt.
+        """Start the command once, wait for it to end, and return a record of the attempt.
 
         Args:
             injection: What to inject; None for nothing.
 
         Raises:
-            PolicyError: H730 if no disk space is left for our own traces.
+            PolicyError: H730 if no disk space is left for the traces.
         """
         self._attempts_started += 1
         mark = f"{self.workplace.scratch.name}-{self._attempts_started}"
@@ -216,7 +220,8 @@ class Bench:
 
         Args:
             traces: The trace folder of the attempt.
-            mark: A string in the environment of the command's processes, by which to find them.
+            mark: A string to put into the environment of the command's processes, by which they can
+                be found.
         """
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
         # Only the chaos observer should run. If the command is `holdfast run`, it sets this
@@ -225,10 +230,10 @@ class Bench:
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
         environment["PWD"] = str(self.workplace.work)
         environment["TMPDIR"] = str(self.workplace.temporary)
-        # A small program that asks the kernel to kill it when this process dies, and then becomes
-        # the command.
+        # The starter asks the kernel to kill it when this process dies, and then replaces itself
+        # with the command.
         starter = [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid())]
-        return subprocess.Popen(  # noqa: S603 - the user's own command is the point
+        return subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
             [*starter, self._program, *self._command],
             cwd=self.workplace.work,
             env=environment,
@@ -249,7 +254,8 @@ class Bench:
         """Wait until the command ends or hangs, and end the fault after its `later_seconds`.
 
         Returns:
-            Whether the command hangs: it made no progress, or was still running at its time limit.
+            True if the command hangs, because it made no progress or exceeded a time limit; False
+                if it has ended.
         """
         began = time.monotonic()
         last_progress = began
@@ -276,17 +282,17 @@ class Bench:
 
 
 class OutputTail:
-    """Reads the output of a command in a thread, and keeps the end of it.
+    """Reads the output of a command in a thread, and keeps the end of the output.
 
     The command writes to a pipe rather than a file, because a fault may limit the size of files.
 
     Args:
-        pipe: The output of the command.
+        pipe: The pipe to which the command writes its output.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._tail = b""
-        # Number of bytes printed so far. If it grows, the command is making progress.
+        # The number of bytes printed so far. While it grows, the command is making progress.
         self.total_bytes = 0
         self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
         self._thread.start()
@@ -298,11 +304,11 @@ class OutputTail:
                 self.total_bytes += len(data)
 
     def close(self) -> None:
-        """Wait until the output ends, which happens when all processes have ended."""
+        """Wait until the pipe is closed, which happens once all processes have ended."""
         self._thread.join(KILL_SECONDS)
 
     def text(self) -> str:
-        """Return the end of the output."""
+        """Return the last `OUTPUT_TAIL_BYTES` of the output as text."""
         return self._tail.decode(errors="replace")
 
 
@@ -315,16 +321,17 @@ def run_trial(
     damage: Damage | None = None,
     restart_injections: Sequence[Injection] = (),
 ) -> Trial:
-    """Run one trial in a fresh workplace.
+    """Run one trial in a fresh workplace and return its attempts.
 
     Args:
-        bench: Starts the command.
+        bench: The bench that starts the command.
         injection: What to inject into the first attempt; None for nothing.
-        restarts: The maximum number of restarts of the command.
-        expected_steps: Number of steps of the undisturbed run.
-        damage: Damages a file between the first two attempts, if the fault has happened.
-        restart_injections: What to inject into the restarts, in order. The last one applies to all
-            later restarts.
+        restarts: The maximum number of times that the command is restarted.
+        expected_steps: The number of steps of the undisturbed run.
+        damage: A function that damages a file between the first two attempts, called if the fault
+            has happened; None for no damage.
+        restart_injections: What to inject into each restart, in order. The last item also applies
+            to all later restarts.
     """
     bench.workplace.renew()
     attempts = [bench.attempt(injection)]
@@ -346,25 +353,25 @@ def run_trial(
 
 
 def adopt_orphans() -> None:
-    """Make orphaned processes of the command children of this process, so that all can be found.
+    """Let this process adopt the command's orphaned processes, so that all of them can be found.
 
-    Call this only in a process that starts no other processes.
+    Call this function only in a process that starts no other processes.
     """
     become_subreaper()
     Bench.adopts_orphans = True
 
 
 def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
-    """Kill the remaining processes of a command.
+    """Kill a command if it is still running, and then all of its remaining processes.
 
     Args:
         child: The command.
-        mark: The string in the environment of the command's processes.
+        mark: The string in the environment of the command's processes, by which they are found.
         tree: The tree of the command's processes, if this process adopts orphans; otherwise None.
 
     Returns:
         The number of processes that were still running `LEFTOVER_GRACE_SECONDS` after the command
-        had ended. 0 if the command itself had to be killed.
+            had ended, or 0 if the command itself had to be killed.
     """
 
     def find_processes() -> set[int]:
@@ -389,7 +396,7 @@ def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) ->
 
 
 def _end_fault(injection: Injection, child: subprocess.Popen[bytes], traces: Path) -> None:
-    """Kill a command that has not exited after SIGTERM, or resume a process that was stopped."""
+    """Kill a command that has not exited after SIGTERM, or continue a process that was stopped."""
     if injection.action == Action.SIGTERM:
         signal_all([child.pid], signal.SIGKILL)
     else:
@@ -402,7 +409,7 @@ def _total_size(folder: Path) -> int:
 
 
 def _check_free_space(traces: Path) -> None:
-    """Refuse to continue on a full disk, which would look like a failure of the training run."""
+    """Raise an error if the disk is full, which would look like a failure of the training run."""
     if shutil.disk_usage(traces).free >= MIN_FREE_BYTES:
         return
     raise PolicyError(
@@ -414,7 +421,7 @@ def _check_free_space(traces: Path) -> None:
 
 
 def _read_observer_error(traces: Path) -> str:
-    """Return the last line of the observer's first error, or an empty string without an error."""
+    """Return the last line of an error message from the observer, or "" if there is none."""
     notes = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")]
     if not notes:
         return ""
@@ -422,7 +429,7 @@ def _read_observer_error(traces: Path) -> str:
 
 
 def _saved_paths(attempt: TrialAttempt) -> list[Path]:
-    """Return the paths to which an attempt saved, and the paths to which it renamed saved files."""
+    """Return the paths to which an attempt saved or renamed checkpoints."""
     saved = [save.path for save in attempt.saves if save.path is not None]
     moved = [event.facts["path"] for event in attempt.events("moved")]
     return [Path(path) for path in (*saved, *moved)]
@@ -436,7 +443,7 @@ def _repeat_last(injections: Sequence[Injection]) -> Iterator[Injection]:
 def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
     """Return whether the run is complete, so that a scheduler would not restart the command.
 
-    A command that exits with 0 after SIGTERM, before all steps are done, expects a restart.
+    A command that exits with code 0 after SIGTERM before all steps are done expects a restart.
     """
     if attempt.hung or attempt.status != 0:
         return False
@@ -445,7 +452,7 @@ def _is_complete(attempt: TrialAttempt, expected_steps: int) -> bool:
 
 
 def _fails_alike(attempt: TrialAttempt, next_attempt: TrialAttempt) -> bool:
-    """Return whether a restart failed in the same way as before: more restarts would not help."""
+    """Return whether a restart failed like the attempt before it. More restarts would not help."""
     if next_attempt.status == 0 or next_attempt.events("fault"):
         return False
     return next_attempt.output == attempt.output

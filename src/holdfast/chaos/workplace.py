@@ -1,6 +1,6 @@
-"""The workplace of each trial: a fresh copy of the working directory.
+"""The workplace of a trial, which is a fresh copy of the working directory.
 
-The command runs only in such copies, so that it changes no file of the user.
+The command runs only in such copies, so that it does not change the user's files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 
-# A larger working directory is refused unless the user names the paths that the script writes,
+# A larger working directory is an error unless the user names the paths that the script writes to,
 # because every trial would copy the whole directory.
 MAX_COPIED_BYTES = 512 << 20
-# If the user names these paths, larger files and folders elsewhere are linked instead of copied.
+# If the user names these paths, other files and folders larger than this are linked, not copied.
 MAX_BYTES_TO_COPY = 1 << 20
-# Large folders that no script writes to, which are always linked.
+# Folders that are often large and that no script writes to. They are always linked.
 LINKED_FOLDERS = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
-# Caches are not copied, because programs can recreate them.
+# Caches, which are neither copied nor linked, because programs can recreate them.
 CACHE_FOLDERS = frozenset({"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
 UNCOPIED_FOLDERS = LINKED_FOLDERS | CACHE_FOLDERS
 
@@ -30,16 +30,17 @@ UNCOPIED_FOLDERS = LINKED_FOLDERS | CACHE_FOLDERS
 class Workplace:
     """Makes copies of a working directory, one at a time, always at the same path.
 
-    All copies are made from a first copy, so that the user may edit the original in the meantime.
-    Without `writes`, everything is copied, up to `MAX_COPIED_BYTES`. With `writes`, only these
-    paths and small files and folders are copied, and everything else is linked.
+    All copies are made from a first copy, so that the user can edit the original in the meantime.
+    Without `writes`, everything is copied, up to a total of `MAX_COPIED_BYTES`. With `writes`, only
+    these paths and small files and folders are copied, and everything else is linked.
 
     Args:
-        origin: The working directory, which is only read.
-        writes: Paths that the script writes to. A path outside of `origin` must not exist yet.
+        origin: The working directory, which is never changed.
+        writes: The paths that the script writes to. A path outside of `origin` must not exist yet.
 
     Raises:
-        PolicyError: H730 if the working directory is too large, or a path outside of it exists.
+        PolicyError: H730 if the working directory is too large, or if a path in `writes` that is
+            outside of it already exists.
     """
 
     def __init__(self, origin: Path, writes: Sequence[Path]) -> None:
@@ -57,7 +58,7 @@ class Workplace:
         self.first_copy = self.scratch / "first"
         # The folders (or files) that the script may write to.
         self.writable_folders = (self.work, self.temporary, *self._written_elsewhere)
-        # Unix time at which the current trial began.
+        # The Unix time at which the current trial began.
         self.began = 0.0
 
     def _check_paths_elsewhere(self) -> None:
@@ -84,7 +85,7 @@ class Workplace:
             )
 
     def renew(self) -> None:
-        """Replace the copy with a fresh one, as it was before the first trial."""
+        """Replace the current copy with a fresh copy of the working directory for a new trial."""
         self.began = time.time()
         for path in self.writable_folders:
             _remove(path)
@@ -94,14 +95,15 @@ class Workplace:
         shutil.copytree(self.first_copy, self.work, symlinks=True)
 
     def word(self, word: str) -> str:
-        """Return a word of the command, adapted to the copy.
+        """Return a word of the command as it must be when the command runs in the copy.
 
-        An absolute path into the working directory becomes the corresponding path in the copy.
+        An absolute path into the working directory becomes the corresponding path in the copy. Any
+        other word is returned unchanged.
         """
         path = Path(word)
         if not path.is_absolute():
             return word
-        # Resolve only the parents: the last part may be a link, which is copied as a link.
+        # Resolve links only in the parents: a link in the last component is copied as a link.
         real_path = Path(os.path.realpath(path.parent), path.name)
         path_in_copy = self._path_in_copy(real_path)
         if path_in_copy is None:
@@ -109,29 +111,29 @@ class Workplace:
         return str(path_in_copy)
 
     def original(self, path: Path) -> Path | None:
-        """Return the original of a file in the copy, or None if the script created the file."""
+        """Return the first copy's version of a file, or None if the script created the file."""
         if not path.is_relative_to(self.work):
             return None
         original = self.first_copy / path.relative_to(self.work)
         return original if original.exists() else None
 
     def files(self) -> dict[Path, os.stat_result]:
-        """Return the status of each file in the folders that the script may write to."""
+        """Return all files in the folders that the script may write to, each with its status."""
         files = {}
         for top in self.writable_folders:
             for path in _files_below(top):
-                # A leftover process may remove a file in the meantime.
+                # A leftover process may have removed the file in the meantime.
                 with suppress(OSError):
                     files[path] = path.lstat()
         return files
 
     def close(self) -> None:
-        """Remove the copies, and everything that the script has written elsewhere."""
+        """Remove the copies, and everything that the script has written to other paths."""
         for path in (self.scratch, *self._written_elsewhere):
             _remove(path)
 
     def _copy_folder(self, source: Path, target: Path) -> None:
-        """Copy a folder without its caches, and link the parts that `_is_copied` excludes."""
+        """Copy a folder without its caches, and link the entries that `_is_copied` excludes."""
         target.mkdir()
         for entry in os.scandir(source):
             path = Path(entry.path)
@@ -141,7 +143,7 @@ class Workplace:
             if entry.is_symlink():
                 self._copy_link(path, target_path)
             elif not entry.is_dir() and not entry.is_file():
-                # A socket, a pipe or a device cannot be copied.
+                # Sockets, pipes and devices cannot be copied, so they are left out.
                 continue
             elif not self._is_copied(entry):
                 target_path.symlink_to(path.resolve())
@@ -165,16 +167,16 @@ class Workplace:
         return holds_written or _total_size(path) <= MAX_BYTES_TO_COPY
 
     def _copy_link(self, path: Path, target: Path) -> None:
-        """Copy a symbolic link.
+        """Create a copy of the symbolic link `path` at `target`.
 
         A link to a path in the working directory becomes a link into the copy. Other links keep
-        their target.
+        their destination.
         """
         destination = Path(os.path.realpath(path))
         target.symlink_to(self._path_in_copy(destination) or destination)
 
     def _path_in_copy(self, path: Path) -> Path | None:
-        """Return a file's path in the copy, or None if the file is not part of the copy."""
+        """Return the path of the copy of a file, or None if the file is not copied."""
         if not path.is_relative_to(self.origin):
             return None
         relative_path = path.relative_to(self.origin)
@@ -184,7 +186,7 @@ class Workplace:
 
 
 def _files_below(top: Path) -> Iterator[Path]:
-    """Yield all files below a folder, or the path itself if it is a file. Links are excluded."""
+    """Yield all files below a folder except links, or the path itself if it is a file."""
     if top.is_file():
         yield top
     for folder, subfolders, names in os.walk(top):
@@ -200,10 +202,10 @@ def _total_size(top: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder, unless a file system is mounted in it.
+    """Remove a file or folder, unless a file system is mounted on it or below it.
 
     Raises:
-        PolicyError: H730 if a file system is mounted in it.
+        PolicyError: H730 if a file system is mounted on the path or below it.
     """
     _check_not_mounted(path)
     if path.is_dir() and not path.is_symlink():
@@ -228,7 +230,7 @@ def _check_not_mounted(path: Path) -> None:
 
 
 def _make_folders_accessible(top: Path) -> None:
-    """Make every folder below `top` accessible and writable, so that it can be removed."""
+    """Make all folders below `top` accessible and writable, so that they can be removed."""
     for folder, subfolders, _ in os.walk(top):
         for name in subfolders:
             path = Path(folder) / name

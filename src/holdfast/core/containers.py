@@ -11,17 +11,18 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-# Integers from here on do not fit into the 64-bit fields of records and tensors.
+# Integers of this magnitude or more do not fit into the signed 64-bit fields of records and
+# tensors.
 _INTEGER_LIMIT = 2**63
 _MAX_SHOWN_CHARACTERS = 50
 
 
 def check_number(value: Any, *, or_none: bool = False) -> Any:
-    """Check that a value from an untrusted file is a number, and return it.
+    """Check that a value from an untrusted file is a number, and return it unchanged.
 
     Args:
         value: The value to check.
-        or_none: Whether to accept None too.
+        or_none: Whether None is also accepted.
 
     Raises:
         TypeError: If the value is not a number, or is an integer that does not fit into 64 bits.
@@ -36,7 +37,12 @@ def check_number(value: Any, *, or_none: bool = False) -> Any:
 
 
 def check_count(value: Any, *, least: int = 0, below: int = _INTEGER_LIMIT) -> int:
-    """Check that a value from an untrusted file is a count, and return it.
+    """Check that a value from an untrusted file is a count, and return it unchanged.
+
+    Args:
+        value: The value to check.
+        least: The smallest accepted count.
+        below: The exclusive upper bound of accepted counts.
 
     Raises:
         ValueError: If the value is not an integer with ``least <= value < below``.
@@ -47,7 +53,7 @@ def check_count(value: Any, *, least: int = 0, below: int = _INTEGER_LIMIT) -> i
 
 
 def children_of(node: Any) -> dict[Any, Any] | None:
-    """Return the children of a container by key, or None for a leaf."""
+    """Return a container's children as a dict from key, index or field name; None for a leaf."""
     if isinstance(node, Mapping):
         return dict(node)
     if isinstance(node, (list, tuple)):
@@ -62,13 +68,13 @@ def children_of(node: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
-    """Return a container of the same type with different children.
+    """Return a container of the same type as `node`, but with different children.
 
     Args:
         node: The original container.
-        children: The new children, by the keys of `children_of`.
+        children: The new children, under the keys that `children_of` returned.
         checked: Whether to rebuild a dataclass through its constructor, which may validate its
-            fields. Otherwise it is copied and its fields are set directly.
+            fields. If False, the dataclass is copied, and the fields of the copy are set directly.
     """
     if isinstance(node, MutableMapping):
         # Copying preserves the type: Hugging Face's BatchEncoding, for example, is a UserDict.
@@ -85,6 +91,6 @@ def rebuild(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
         return dataclasses.replace(node, **children)
     node_copy = copy.copy(node)
     for name, child in children.items():
-        # Unlike `setattr`, this also works for frozen dataclasses.
+        # Unlike `setattr`, `object.__setattr__` also works for frozen dataclasses.
         object.__setattr__(node_copy, name, child)
     return node_copy

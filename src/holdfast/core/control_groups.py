@@ -1,7 +1,7 @@
-"""Memory and CPU limits that Linux control groups (cgroups) impose on this process.
+"""Read the memory and CPU limits that Linux control groups (cgroups) impose on this process.
 
-A limit that cannot be read counts as no limit. The functions take the root of the file system as an
-argument, so that tests can pass a copy of another machine's files.
+A limit that cannot be read is treated as no limit. The functions take the root of the file system
+as an argument, so that tests can pass a copy of another machine's files.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
-# A version 1 limit of at least this means no limit: the kernel reports the largest multiple of a
-# page below 2**63.
+# In cgroup version 1, a limit of this many bytes or more means "unlimited": the kernel then reports
+# the largest multiple of the page size below 2**63.
 UNLIMITED_V1 = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryFiles:
-    """The files in which a group reports its memory limit and usage.
+    """The names of the files in which a control group reports its memory limit and usage.
 
     Args:
-        limit: The limit in bytes; in version 2 it may be "max".
-        usage: The bytes in use, including cached file pages.
-        cache: The field of ``memory.stat`` with the bytes of inactive file pages. The kernel can
-            reclaim these pages, so they count as available (as in ``MemAvailable``).
+        limit: The file that contains the limit in bytes or, in version 2, possibly "max".
+        usage: The file that contains the number of bytes in use, including cached file pages.
+        cache: The field of ``memory.stat`` that contains the size of the inactive file pages in
+            bytes. The kernel can reclaim these pages, so they count as available (as in
+            ``MemAvailable``).
     """
 
     limit: str
@@ -35,17 +36,18 @@ class _MemoryFiles:
 
 
 _MEMORY_FILES = (
-    # Version 2 of control groups.
+    # Control groups version 2.
     _MemoryFiles("memory.max", "memory.current", "inactive_file"),
-    # Version 1.
+    # Control groups version 1.
     _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int | None:
-    """Return how many bytes may still be allocated, or None if unknown.
+    """Return how many bytes this process can still allocate, or None if that is unknown.
 
-    This is the minimum over the machine and all control groups of this process.
+    The result is the minimum of the machine's available memory and what each control group of this
+    process still allows.
     """
     available = []
     machine_kib = read_fields(root / "proc/meminfo").get("MemAvailable")
@@ -59,7 +61,7 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _group_memory(folder: Path) -> Iterator[int]:
-    """Yield how many bytes a control group still allows; nothing if it has no memory limit."""
+    """Yield how many bytes a control group still allows. Yield nothing if it has no limit."""
     cached_bytes = read_fields(folder / "memory.stat")
     for files in _MEMORY_FILES:
         # Only one version's files exist, and the limit may be "max".
@@ -73,15 +75,16 @@ def _group_memory(folder: Path) -> Iterator[int]:
 def cpu_quota(root: Path = _ROOT) -> float:
     """Return how many processors this process may use at once.
 
-    This is the minimum of its CPU affinity and its control groups' quotas. torch's own warning
-    about too many loader workers considers only the affinity, so it misses ``docker --cpus``.
+    The result is the minimum of the process's CPU affinity and its control groups' quotas. torch's
+    own warning about too many loader workers considers only the affinity, and so ignores a limit
+    set by ``docker --cpus``.
     """
     affinity = float(len(os.sched_getaffinity(0)))
     return min([affinity, *_group_quotas(root)])
 
 
 def _group_quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU quota, in processors, of each control group that has one."""
+    """Yield the CPU quota, in processors, of each of this process's control groups that has one."""
     for folder in group_folders(root, "cpu"):
         # Version 2. The file may not exist, and the quota may be "max".
         with contextlib.suppress(OSError, ValueError):
@@ -95,12 +98,14 @@ def _group_quotas(root: Path) -> Iterator[float]:
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups and of their ancestors.
+    """Yield the possible folders of this process's control groups and of the groups' ancestors.
+
+    Some of these folders may not exist.
 
     Args:
         root: The root of the file system.
-        controller: The version 1 controller, such as ``"memory"``; version 2 has one hierarchy for
-            all controllers.
+        controller: The version 1 controller, such as ``"memory"``. It is ignored in version 2,
+            which has a single hierarchy for all controllers.
     """
     top = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
@@ -121,7 +126,7 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def read_fields(path: Path) -> dict[str, int]:
-    """Return the ``name value`` lines of a file as a dict, which is empty if reading fails."""
+    """Return a file's ``name value`` or ``name: value`` lines as a dict; empty if reading fails."""
     values = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():

@@ -1,6 +1,7 @@
-"""All errors that holdfast raises, and the one constructor that builds them.
+"""All errors that holdfast raises. They share one constructor, which builds the message.
 
-Every message states the problem, the limit that was violated, a fix and the rule id. The tree:
+Every message states the problem, the limit that was violated, a fix and the rule id. The class
+hierarchy, with the built-in base class and the rule ids of each class:
 
     HoldfastError
     ├── PolicyError (ValueError)          H1xx  a setting or an argument is wrong
@@ -13,7 +14,8 @@ Every message states the problem, the limit that was violated, a fix and the rul
     ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skips and rollbacks
     ├── DivergenceError (ArithmeticError) H503  finite values keep diverging after rollbacks
     ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as requested
-    └── RankError (RuntimeError)          H11x  another rank has failed, or is elsewhere in the code
+    └── RankError (RuntimeError)          H11x  another rank failed, or is at another point in the
+                                                program
 
 `holdfast explain RULE` describes a rule; the descriptions are in ``explain.rules``.
 """
@@ -25,13 +27,13 @@ from typing import Any
 
 
 class HoldfastError(Exception):
-    """The base of all errors that holdfast raises on purpose.
+    """The base class of all errors that holdfast raises on purpose.
 
     Args:
         what: What is wrong, with its value and unit.
         limit: The rule or bound that was violated. It completes the sentence that `what` begins.
-        fix: One action to take now.
-        rule: Rule id such as ``"H101"``, known to ``holdfast explain``.
+        fix: One action that the user can take now.
+        rule: The rule id, such as ``"H101"``, which ``holdfast explain`` describes.
     """
 
     def __init__(self, what: str, *, limit: str, fix: str, rule: str) -> None:
@@ -42,19 +44,20 @@ class HoldfastError(Exception):
         self.rule = rule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Default pickling cannot call a keyword-only constructor. If a loader worker's exception
-        # cannot be pickled, the parent waits forever (pytorch#142884).
+        # By default, unpickling cannot pass keyword-only arguments to the constructor. If a loader
+        # worker's exception cannot be pickled, the main process waits forever (pytorch#142884).
         return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
 
 
 def _rebuild(
     error_class: type[HoldfastError], what: str, limit: str, fix: str, rule: str
 ) -> HoldfastError:
+    # Unpickling calls this function; see `HoldfastError.__reduce__`.
     return error_class(what, limit=limit, fix=fix, rule=rule)
 
 
 class PolicyError(HoldfastError, ValueError):
-    """A policy field, an environment variable or an argument cannot be used."""
+    """A policy field, an environment variable or an argument has an invalid value."""
 
 
 class BatchError(HoldfastError, ValueError):
@@ -62,11 +65,11 @@ class BatchError(HoldfastError, ValueError):
 
 
 class RunDirectoryError(HoldfastError):
-    """The run directory is locked, is of another model or a newer version, or is not writable."""
+    """The run directory is locked or not writable, or is from another model or a newer version."""
 
 
 class CheckpointError(HoldfastError):
-    """A checkpoint cannot be written without pickle, verified, or loaded into these objects."""
+    """A checkpoint cannot be written without pickle, fails verification, or cannot be loaded."""
 
 
 class OutOfMemoryError(HoldfastError, MemoryError):
@@ -86,16 +89,16 @@ class DivergenceError(HoldfastError, ArithmeticError):
 
 
 class RankError(HoldfastError, RuntimeError):
-    """Another rank has failed, or the ranks are not at the same point of the program."""
+    """Another rank has failed, or the ranks are not at the same point in the program."""
 
 
 class LoaderError(HoldfastError, ValueError):
-    """The loader yields no batch, or was built with arguments that exclude each other."""
+    """The loader yields no batches, or was created with arguments that exclude each other."""
 
 
 # --- the nearest name -----------------------------------------------------------------------------
 
-# Letters that look like a digit are treated as that digit.
+# Characters that look like a digit are replaced by that digit before names are compared.
 _LOOKALIKES = str.maketrans("oil|sbz", "0111582")
 
 
@@ -103,12 +106,13 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
     """Return the known name that is most similar to a name, or None if none is similar enough.
 
     Args:
-        name: The name to look up.
-        known: The existing names.
+        name: The name to look up, such as a misspelled one.
+        known: The valid names.
         least: The minimum similarity, from 0 (nothing in common) to 1 (identical). The default is
-            that of `difflib.get_close_matches`.
+            the same as in `difflib.get_close_matches`.
     """
-    # Imported here, because every observed process imports `errors`, but few look up a name.
+    # Imported here because every observed process imports `errors`, but few processes need to look
+    # up a name.
     import difflib
 
     known_by_folded = {_fold(known_name): known_name for known_name in known}
@@ -117,7 +121,7 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
 
 
 def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return "did you mean ...?" with the nearest known name, or `otherwise` if none is similar."""
+    """Return "did you mean ...?" with the most similar known name, or `otherwise` if none is."""
     nearest_name = nearest(name, known)
     if nearest_name is None:
         return otherwise
@@ -125,4 +129,5 @@ def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
 
 
 def _fold(name: str) -> str:
+    # Names that differ only in case or in look-alike characters become equal.
     return name.lower().translate(_LOOKALIKES)

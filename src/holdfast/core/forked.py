@@ -1,8 +1,8 @@
-"""Run a function in a forked copy of this process, so that this process sees no side effects.
+"""Run a function in a forked copy of this process, so that its side effects do not occur here.
 
-This works only on the CPU: neither an accelerator's context nor autograd's threads for accelerators
-survive a fork (see `backward_works_in_a_copy`). The function may do anything, but its result must
-consist of JSON values.
+The function may use only the CPU: neither an accelerator's context nor autograd's accelerator
+threads survive a fork (see `backward_works_in_a_copy`). Its result must consist of JSON values,
+which the copy sends back through a pipe.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 
 from holdfast.core.warned import ignore_warnings
 
-# True during a fork, so that the observer of `holdfast run` knows not to record the copy.
+# True during a fork. The observer of `holdfast run` reads it and does not record the copy.
 is_copying = False
 
 _TIMEOUT_SECONDS = 60.0
-# Option of prctl(2) that sets the signal a process receives when its parent dies.
+# The prctl(2) option that sets the signal that a process receives when its parent dies.
 _PR_SET_PDEATHSIG = 1
-# The highest value of oom_score_adj: if memory runs out, the kernel kills this process first.
+# The highest value of oom_score_adj: if memory runs out, the kernel kills the copy first.
 _KILLED_FIRST = "1000"
 # The copy sends the length of its answer before the answer. Closing the pipe cannot mark the end,
 # because other forks of the caller may keep the pipe open.
@@ -38,7 +38,7 @@ Answer = dict[str, Any]
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, failed, or gave no answer; the message says which.
+    """There is no result, because the copy could not be made, failed, or did not answer.
 
     Attributes:
         died: Whether the copy ended without an answer.
@@ -55,9 +55,9 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 def backward_works_in_a_copy() -> bool:
     """Return whether a copy of this process can run a backward pass.
 
-    torch refuses a backward pass in a forked process if autograd had already started its threads,
-    one per accelerator. Autograd starts them in the first backward pass of a process, even if the
-    model is on the CPU.
+    torch refuses to run a backward pass in a forked process if autograd had already started its
+    threads, one per accelerator, before the fork. On a machine with accelerators, the first
+    backward pass of a process starts these threads, even if the model is on the CPU.
 
     Raises:
         NoAnswer: If the threads cannot be listed, for example because no descriptor is left.
@@ -66,7 +66,7 @@ def backward_works_in_a_copy() -> bool:
 
 
 def _thread_names() -> list[str]:
-    """Return the names of this process's threads, according to the kernel.
+    """Return the names under which the kernel lists this process's threads.
 
     Raises:
         NoAnswer: If the names cannot be read.
@@ -89,12 +89,14 @@ def run_in_forked_copy(
 ) -> Answer:
     """Run a function in a forked copy of this process and return its result.
 
-    The copy uses one thread, because OpenMP's worker threads do not survive a fork. Its output is
-    discarded. The kernel kills the copy first if memory runs out, and also when its parent dies.
+    The copy uses one thread, because OpenMP's worker threads do not survive a fork. The copy's
+    output is discarded. If memory runs out, the kernel kills the copy before any other process. It
+    also kills the copy when the parent dies.
 
     Args:
-        function: The function; its result must consist of JSON values (NaN and Inf are allowed).
-        timeout_seconds: How long the copy may be silent before it is killed.
+        function: The function to run. Its result must consist of JSON values (NaN and Inf are
+            allowed).
+        timeout_seconds: How long to wait for the copy to send data before killing it.
 
     Raises:
         NoAnswer: If the copy could not be made, failed, or did not answer in time.
@@ -107,7 +109,8 @@ def run_in_forked_copy(
         ) from error
     child = _fork(reading, writing)
     if child == 0:
-        # The copy needs a free descriptor, and `reading` may be the only one that can be closed.
+        # Close `reading` first: the copy opens files, and if the process has reached its limit on
+        # open files, no other descriptor is free.
         os.close(reading)
         _answer_and_exit(function, writing)
     os.close(writing)
@@ -127,7 +130,7 @@ def run_in_forked_copy(
 
 
 def _fork(reading: int, writing: int) -> int:
-    """Fork and return the process id of the copy, or 0 in the copy itself."""
+    """Fork this process. Return the copy's process id in the parent, and 0 in the copy."""
     global is_copying
     # Python 3.12 warns about forking a process with threads.
     with ignore_warnings(DeprecationWarning):
@@ -184,7 +187,7 @@ def _answer_and_exit(function: Callable[[], Answer], writing: int) -> NoReturn:
 def _set_signal_handlers() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A terminal or a scheduler sends these signals to all processes of a job. The copy ignores
-    # them: its parent handles them and still needs the answer.
+    # them, because its parent handles them and still needs the copy's answer.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
@@ -204,7 +207,7 @@ def _discard_output() -> None:
 
 
 def _run(function: Callable[[], Answer]) -> bytes:
-    """Return the message to send: the function's answer, or the reason why the function failed."""
+    """Call the function, and return its answer or the reason for its failure as a message."""
     try:
         return json.dumps({"answer": function()}).encode()
     except Exception as error:  # noqa: BLE001 - no error in the copy may stop the training run

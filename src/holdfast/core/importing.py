@@ -1,8 +1,8 @@
-"""Run an action when the user's code imports a module, without importing the module ourselves.
+"""Run an action once the user's code has imported a module, without triggering the import.
 
-`ImportWatch` is an import finder: it sees every import, and wraps the loader of each watched module
-once. The module's original loader is restored before the module runs, so the wrapper appears
-neither in the module nor in the traceback of a failing import.
+`ImportWatch` is an import finder: Python asks it about every import, and it wraps the loader of
+each watched module. The original loader is restored before the module's code runs, so the wrapper
+appears neither in the module nor in the traceback of a failing import.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Action = Callable[[ModuleType], None]
 
 
 class ImportWatch:
-    """A finder on ``sys.meta_path`` that runs actions after modules were imported.
+    """A finder on ``sys.meta_path`` that runs actions after modules have been imported.
 
     Args:
-        failed: Called with the exception if an action fails; the exception never reaches the
+        failed: Called with the exception if an action fails. The exception is not propagated to the
             script.
     """
 
@@ -31,7 +31,7 @@ class ImportWatch:
         self._searches: set[str] = set()
 
     def when_imported(self, name: str, action: Action) -> None:
-        """Call `action(module)` after the named module is imported, or now if it already is."""
+        """Call `action(module)` once the named module is imported, or now if it already is."""
         self._actions[name] = action
         module = sys.modules.get(name)
         if module is not None and not _is_being_imported(module):
@@ -42,8 +42,11 @@ class ImportWatch:
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a watched module through the other finders, and wrap its loader."""
-        # Another finder may itself query all finders, including this one.
+        """Return the spec of a watched module, found by the other finders, with its loader wrapped.
+
+        Return None for any other module, so that Python asks the other finders.
+        """
+        # Avoid infinite recursion: another finder may itself query all finders, including this one.
         if name not in self._actions or name in self._searches:
             return None
         self._searches.add(name)
@@ -66,13 +69,13 @@ class ImportWatch:
         return None
 
     def imported(self, module: ModuleType, name: str) -> None:
-        """Call a module's action. Reloading the module later does not call the action again."""
+        """Call a module's action and forget it, so that reloading does not call it again."""
         action = self._actions.pop(name, None)
         if action is None:
             return
         try:
             action(module)
-        except Exception as error:  # noqa: BLE001 - our errors must not stop the script
+        except Exception as error:  # noqa: BLE001 - an error in holdfast must not stop the script
             self._failed(error)
 
 
@@ -88,8 +91,8 @@ class _Loader:
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        # A copy of an instance has no attributes at first, so looking up `_loader` would recurse
-        # endlessly.
+        # `copy.copy` creates an instance without attributes, so looking up `_loader` here would
+        # recurse endlessly.
         if name in ("_loader", "_watch"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -102,8 +105,8 @@ class _Loader:
         self._watch.imported(module, module.__name__)
 
 
-# Python removes the frames of its import system from tracebacks, and recognizes them by this file
-# name. With this name, the wrapper's frame is removed too.
+# Python removes the frames of its import system from tracebacks, and recognizes these frames by
+# their file name. Giving the wrapper the same file name removes its frame too.
 _Loader.exec_module.__code__ = _Loader.exec_module.__code__.replace(
     co_filename="<frozen importlib._bootstrap_external>"
 )

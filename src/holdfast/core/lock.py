@@ -1,8 +1,8 @@
 """A lock file that only one process can hold at a time, and that contains the holder's name.
 
-The lock is a POSIX record lock rather than a ``flock``, which forked loader workers would inherit:
-a stuck worker would keep the file locked after its trainer was killed. Callers catch
-`LockHeldError` and raise an error that tells the user what is locked.
+The lock is a POSIX record lock rather than a ``flock``. Forked loader workers would inherit a
+``flock``, so a stuck worker would keep the file locked after its training process was killed.
+Callers catch `LockHeldError` and raise an error that tells the user what is locked.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 from holdfast.core.files import close_descriptor, open_file
 
-# struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process.
+# The layout of struct flock, for fcntl(2) on 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
-# The files that this process has locked. A POSIX lock does not keep the same process from taking
-# it twice.
+# The paths of the files that this process has locked. They are tracked here because the kernel
+# allows a process to take the same POSIX lock twice.
 _held: set[str] = set()
 
 
 class LockHeldError(Exception):
-    """The lock is already held. `holder` says by whom, such as ``"process 4711 on node3"``."""
+    """The lock is already held. `holder` names its holder, such as ``"process 4711 on node3"``."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"locked by {holder}")
@@ -60,13 +60,13 @@ class FileLock:
     def hold(self) -> None:
         """Check that the lock is still held and still protects its path; take it again if not.
 
-        A process loses a POSIX lock when it closes any descriptor of the file. The lock also
-        protects nothing after the file has been removed or its directory has been moved, because
-        another process would lock a new file.
+        If `acquire` was not called, do nothing. A process loses a POSIX lock when it closes any
+        descriptor of the file. The lock also becomes useless if the file is removed or its
+        directory is moved, because another process would then create and lock a new file.
 
         Raises:
-            LockHeldError: If another process has the lock, or had it in the meantime.
-            FileNotFoundError: If the directory is gone.
+            LockHeldError: If another process holds the lock, or has held it in the meantime.
+            FileNotFoundError: If the file's directory no longer exists.
             OSError: If the file cannot be read or locked.
         """
         if self._descriptor is None:
@@ -87,7 +87,7 @@ class FileLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Return whether this process holds the lock, through this object or another one."""
+        """Return whether this process holds the lock, through this or another `FileLock`."""
         return str(self._path) in _held
 
     def __del__(self) -> None:
@@ -103,21 +103,21 @@ class FileLock:
             close_descriptor(descriptor)
 
     def _take(self, descriptor: int) -> None:
-        """Store the descriptor of a file that was just locked, and write the holder's name."""
+        """Store the descriptor of a newly locked file, and write this process's name to it."""
         self._descriptor = descriptor
         _held.add(str(self._path))
-        # On a full disk, the holder's name cannot be written, but the lock still works.
+        # On a full disk, the holder's name cannot be written, but the lock still protects the file.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._own_text = _text(descriptor)
 
     def _take_again(self) -> None:
-        """Lock a new file at the path, because the old one was removed, and release the old one."""
+        """Lock a new file at the path after the old one was removed, and release the old one."""
         path = _without_links(self._given_path)
         if path != self._path and str(path) in _held:
-            # A symbolic link in the path has changed and now leads to a file that this process has
-            # already locked.
+            # A symbolic link in the path has changed. The path now leads to a file that this
+            # process has already locked.
             raise LockHeldError(f"process {os.getpid()}")
         descriptor = _lock_file(path)
         self.release()
@@ -126,15 +126,15 @@ class FileLock:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the path with the links in its directory resolved, but not a link at its end."""
+    """Resolve the symbolic links in a path's directory, but not a link in its last component."""
     return path.parent.resolve() / path.name
 
 
 def _lock_file(path: Path) -> int:
-    """Create a file if it is missing, lock it and return its descriptor.
+    """Lock a file, which is created if missing, and return its descriptor.
 
     Raises:
-        LockHeldError: If another process has the lock.
+        LockHeldError: If another process holds the lock.
         OSError: If the file cannot be created or locked.
     """
     while True:
@@ -148,15 +148,15 @@ def _lock_file(path: Path) -> int:
             close_descriptor(descriptor)
             raise LockHeldError(holder) from None
         except OSError:
-            # For example ENOLCK, if a network file system has no locks.
+            # An example is ENOLCK on a network file system that does not support locks.
             close_descriptor(descriptor)
             raise
-        # The file was removed after it was opened. The next iteration creates a new one.
+        # The file was removed after it was opened. The next iteration creates a new file.
         close_descriptor(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether `path` still leads to the file that is open as `descriptor`."""
+    """Return whether `path` still refers to the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _last_holder(path: Path) -> str:
-    """Return the name of the current or last holder of another process's lock file."""
+    """Return the name in a lock file that another process created: its current or last holder."""
     try:
         descriptor = open_file(path)
     except OSError:
@@ -176,12 +176,12 @@ def _last_holder(path: Path) -> str:
 
 
 def find_holder(path: Path) -> str | None:
-    """Return the name of the holder of a lock, or None if nobody holds it.
+    """Return the name of the process that holds a lock, or None if no process holds it.
 
-    The function does not take the lock, so another process can acquire it at the same time.
+    This function does not take the lock, so the answer may be outdated by the time it returns.
     """
     if str(_without_links(path)) in _held:
-        # Opening and closing the file would release our own lock.
+        # Opening and closing the file would release this process's lock.
         return f"process {os.getpid()}"
     try:
         descriptor = open_file(path)
@@ -196,7 +196,7 @@ def find_holder(path: Path) -> str | None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether any process holds the lock of a file, or None if that is unknown."""
+    """Return whether any process holds the lock on a file, or None if that is unknown."""
     try:
         if find_holder(path) is not None:
             return True
@@ -209,13 +209,13 @@ def is_locked(path: Path) -> bool | None:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Return whether another process holds the lock of an open file, without taking it."""
-    # The kernel returns an existing lock that conflicts with the requested one, if there is any.
+    """Return whether another process holds the lock on an open file, without taking the lock."""
+    # F_GETLK returns an existing lock that conflicts with the requested one, or F_UNLCK.
     whole_file = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     conflicting_type, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, whole_file))
     return bool(conflicting_type != fcntl.F_UNLCK)
 
 
 def _text(descriptor: int) -> str:
-    """Return the contents of a lock file, which name its holder."""
+    """Return the holder's name from a lock file, or "another process" if the file is empty."""
     return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"

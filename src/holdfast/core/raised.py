@@ -1,7 +1,7 @@
 """Describe an exception as JSON values: its type, message, frames and causes.
 
-All strings have a maximum length and are printable. No function here raises, even if the methods of
-the exception do.
+Messages have a maximum length, and all strings can be encoded as UTF-8. The functions in this
+module never raise, even if the exception's own methods do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-# The description goes into a ring buffer of the recorder, whose records hold a few kilobytes.
+# The recorder stores descriptions in a ring buffer, in which a record can hold a few kilobytes.
+# These limits keep a description small enough.
 _MAX_MESSAGE_CHARACTERS = 2_000
 _MAX_FRAMES = 40
 _MAX_FRAMES_OF_CAUSE = 10
@@ -17,12 +18,12 @@ _MAX_CAUSES = 6
 
 
 def printable(text: str) -> str:
-    """Return text with lone surrogates escaped, as in a file name that is not valid UTF-8."""
+    """Escape lone surrogates in text, such as those from a file name that is not valid UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def exception_text(type_name: str, message: str) -> str:
-    """Return an exception as Python prints it: ``Type: message``, or the type alone."""
+    """Format an exception as Python does: ``Type: message``, or only the type without a message."""
     if not message:
         return type_name
     return f"{type_name}: {message}"
@@ -31,16 +32,16 @@ def exception_text(type_name: str, message: str) -> str:
 def describe_exception(
     error: BaseException, traceback: TracebackType | None, *, without: str | None = None
 ) -> dict[str, Any]:
-    """Return an exception as JSON values.
+    """Describe an exception as a dict of JSON values.
 
     Args:
         error: The exception.
-        traceback: Its traceback, or None.
-        without: Frames in files whose path starts with this prefix are left out, unless it is None.
+        traceback: The exception's traceback, or None.
+        without: A prefix of file paths. Frames in these files are omitted. None omits no frames.
 
     Returns:
-        A dict with ``type``, ``message``, ``frames`` (each [file, line, function], the innermost
-            last), and ``chain`` (its causes, the nearest first).
+        A dict with the keys ``type``, ``message``, ``frames`` (a list of [file, line, function],
+            innermost frame last) and ``chain`` (the exception's causes, nearest cause first).
     """
     chain: list[dict[str, Any]] = []
     described = {id(error)}
@@ -53,7 +54,7 @@ def describe_exception(
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return the exception that a traceback shows as the cause of `error`, or None."""
+    """Return the exception that Python's traceback shows as the cause of `error`, or None."""
     if error.__cause__ is not None or error.__suppress_context__:
         return error.__cause__
     return error.__context__
@@ -70,31 +71,31 @@ def _describe(
 
 
 def _type_name(error_class: type[BaseException]) -> str:
-    """Return the name of a class with its module, as Python prints it in a traceback."""
+    """Return the qualified name of a class as Python prints it in a traceback."""
     if error_class.__module__ in ("builtins", "__main__"):
         return error_class.__qualname__
     return f"{error_class.__module__}.{error_class.__qualname__}"
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an exception with its notes, one per line."""
+    """Return an exception's message, followed by its notes on separate lines."""
     try:
         lines = [str(error)]
         notes = getattr(error, "__notes__", None)
         if isinstance(notes, list):
             lines += map(str, notes)
         return "\n".join(lines)
-    except Exception as second:  # noqa: BLE001 - the exception's own __str__ may do anything
+    except Exception as second:  # noqa: BLE001 - the exception's own __str__ may raise any error
         return f"(its message cannot be read: {type(second).__name__})"
 
 
 def _frames(
     traceback: TracebackType | None, max_frames: int, without: str | None
 ) -> list[list[Any]]:
-    """Return the frames of a traceback, outermost first.
+    """Return a traceback's frames as [file, line, function], outermost first.
 
-    If there are more than `max_frames`, a quarter of the returned frames are the outermost ones,
-    and the rest are the innermost ones.
+    If there are more than `max_frames` frames, the ones in the middle are left out: a quarter of
+    the returned frames are the outermost ones, and the rest are the innermost ones.
     """
     frames: list[list[Any]] = []
     while traceback is not None:

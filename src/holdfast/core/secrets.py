@@ -1,26 +1,26 @@
 """Hide secrets in a command line before it is recorded.
 
-A secret is recognized by its shape, such as the prefix of an access token, or by the option before
-it:
+A secret is recognized by its shape, such as the prefix of an access token, or by the preceding
+option:
 
     --api-key, --password     The value is always a secret.
     --key, -k, -p, --auth     The value is a secret unless it is clearly something else, such as a
-                              number, a path, a switch or a data type.
-    --sort-key                Other options that end in "key" mostly name a column, so their value
-                              is a secret only if it looks random.
+                              number, a path, a keyword or a data type.
+    --sort-key                Other options that end in "key" mostly name a column, so the value is
+                              treated as a secret only if it looks random.
 
-Other secrets are not recognized, and a program's output is not searched. The search itself is in
-``secret_words``.
+Other secrets are not recognized, and a program's output is not searched. The patterns and the
+search are in ``secret_words``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A command line that contains none of these contains no secret. Most command lines contain none, so
-# most processes need not import ``secret_words``, which would take a few milliseconds.
+# Every recognizable secret comes with at least one of these hints. Most command lines contain no
+# hint, so most processes need not import ``secret_words``, which takes a few milliseconds.
 _HINTS = (
-    # Parts of the names of options, variables and headers.
+    # Parts of the names of options, variables and HTTP headers.
     *("key", "token", "secret", "pass", "pwd", "cred", "bearer", "auth", "cookie", "jwt", "otp"),
     *("_pat=", "_pw=", "_sas=", "sig=", "signature", "--sas", "--login"),
     # Short options, which also cover longer ones such as --pw and --user.
@@ -34,11 +34,11 @@ _HINTS = (
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with ``***`` in place of secrets."""
+    """Return the words of a command line, with each secret replaced by ``***``."""
     command_line = " ".join(words).lower()
     if not any(hint in command_line for hint in _HINTS):
         return list(words)
-    # Imported here, because the module compiles a dozen regular expressions.
+    # Imported here because the module compiles a dozen regular expressions.
     from holdfast.core.secret_words import hide_in_words
 
     return hide_in_words(words, nested=False)

@@ -1,7 +1,7 @@
-"""Text for people: sanitize untrusted text; format sizes, durations and times with their units.
+"""Prepare text for display: sanitize untrusted text, and format sizes, durations and times.
 
-Nothing here escapes HTML: the code that inserts text into a page does that. Text for Rich needs no
-escaping, because it is passed as `Text` objects instead of markup.
+The functions do not escape HTML, which is left to the code that inserts text into a page. Text for
+Rich needs no escaping, because it is passed as `Text` objects instead of markup.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-# Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and
-# short ones. At most 512 characters of a string sequence are removed. Otherwise, a string sequence
-# without an end would remove all text after it.
+# Terminal escape sequences (ECMA-48): CSI sequences, string sequences (OSC, DCS, SOS, PM and APC)
+# and short sequences. At most 512 characters of a string sequence are removed. Otherwise, a string
+# sequence without a terminator would remove all text after it.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b["
     r" -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
-# Unicode categories that are never printed: controls, surrogates (which UTF-8 cannot encode),
-# private and unassigned code points, line and paragraph separators, and format characters (which
-# can reverse the direction of the text).
+# Unicode categories that are never printed: control characters, surrogates (which UTF-8 cannot
+# encode), format characters (which can reverse the direction of the text), private-use and
+# unassigned code points, and line and paragraph separators.
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
 _SPACE_CATEGORY = "Zs"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -30,16 +30,16 @@ _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text without escape sequences and control characters that could affect a terminal.
+    """Return text without escape sequences or control characters, which could affect a terminal.
 
     Args:
         value: Text, or an object to convert with ``str``.
-        most: The maximum length in characters. Longer text is cut and ends with an ellipsis.
-        lines: Whether to keep line breaks. Otherwise they become spaces.
+        most: The maximum length in characters. Longer text is truncated and ends with an ellipsis.
+        lines: Whether to keep line breaks. If False, line breaks become spaces.
     """
     text = value if isinstance(value, str) else str(value)
-    # This first cut avoids processing a gigabyte of text. The final cut comes after removing the
-    # escape sequences.
+    # Truncate generously first, to avoid processing a gigabyte of text. The final truncation to
+    # `most` comes after the escape sequences have been removed.
     text = text[: 4 * most + 64]
     if not text.isascii() or not text.isprintable():
         text = _ESCAPES.sub("", text).expandtabs(4)
@@ -52,7 +52,7 @@ def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
 
 
 def _visible(character: str, *, lines: bool) -> str:
-    """Return a character, or its visible replacement."""
+    """Return a character, or a visible replacement if the character is not printable."""
     if character == "\n":
         return "\n" if lines else " "
     category = unicodedata.category(character)
@@ -64,11 +64,11 @@ def _visible(character: str, *, lines: bool) -> str:
 
 
 def as_json_value(value: Any, *, depth: int = 8) -> Any:
-    """Return a value that every JSON parser accepts.
+    """Convert a value to one that every JSON parser accepts once it is serialized.
 
     NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON
-    mapping; ``float()`` and JavaScript's ``Number()`` can read them. Keys, objects of other types,
-    and containers that are nested more than `depth` deep become strings.
+    mapping; ``float()`` and JavaScript's ``Number()`` can read these strings. Dictionary keys,
+    objects of other types, and values nested more than `depth` levels deep become strings.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return _nonfinite_text(value)
@@ -93,12 +93,12 @@ def _nonfinite_text(value: float) -> str:
 
 
 def _without_surrogates(text: str) -> str:
-    """Return the text with question marks for lone surrogates, which UTF-8 cannot encode."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units.
+    """Format a duration, using at most two units.
 
     Examples: "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h".
     """
@@ -115,7 +115,7 @@ def duration(seconds: float) -> str:
 
 
 def _short_duration(seconds: float) -> str:
-    """Return a duration of less than a minute."""
+    """Format a duration of less than a minute, in seconds or milliseconds."""
     if 0 < seconds < 0.1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 10:
@@ -124,11 +124,11 @@ def _short_duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with up to three digits and a binary unit, such as "1.25 GiB"."""
+    """Format a number of bytes with up to three digits and a binary unit, such as "1.25 GiB"."""
     # A damaged recording may contain an integer that is too large to convert to a float.
     count = min(count, 2**100)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # Larger values would be rounded to "1e+03".
+        # `:.3g` would format 999.5 and above as "1e+03".
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1024
@@ -136,14 +136,14 @@ def size(count: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with four digits, such as "0.01235" or "12,346"."""
+    """Format a number with four significant digits or as an integer: "0.01235" or "12,346"."""
     if 1000 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """Return a share between 0 and 1 as a percentage with two digits, such as "8 %"."""
+    """Format a fraction between 0 and 1 as a percentage, such as "42 %" or "0.25 %"."""
     if abs(share) >= 0.1:
         return f"{100 * share:.0f} %"
     return f"{100 * share:.2g} %"
@@ -158,7 +158,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(values: Iterable[object], *, most: int = 5) -> str:
-    """Return values as a list in a sentence, such as "a, b and c" or "a, b and 7 more"."""
+    """Join values as in a sentence, such as "a, b and c" or, beyond `most`, "a, b and 7 more"."""
     words = [str(value) for value in values]
     if len(words) > most + 1:
         words = [*words[:most], f"{len(words) - most} more"]
@@ -168,7 +168,7 @@ def listed(values: Iterable[object], *, most: int = 5) -> str:
 
 
 def moment(unix_seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return a time in UTC, formatted by ``strftime``, or "unknown" if it is out of range."""
+    """Format a Unix time in UTC with ``strftime``. Return "unknown" if it is out of range."""
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):

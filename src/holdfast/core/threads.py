@@ -1,39 +1,39 @@
-"""Start threads even when memory is short."""
+"""Start threads without waiting forever if memory runs out."""
 
 from __future__ import annotations
 
 import threading
 
-# A thread that has not begun to run within this time never will.
+# If a thread has not begun to run within this time, it is assumed to have died.
 _START_SECONDS = 30.0
 
 
 class _StartedEvent(threading.Event):
-    """A replacement, with a timeout, for the event that `threading.Thread.start` waits for."""
+    """Replaces the event that `threading.Thread.start` waits for, and adds a timeout."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for `timeout` seconds or, if it is None, for the constructor's `seconds`."""
+        """Wait for `timeout` seconds or, if that is None, for the constructor's `seconds`."""
         if timeout is None:
             timeout = self._seconds
         return super().wait(timeout)
 
 
 def start_thread(thread: threading.Thread, seconds: float = _START_SECONDS) -> None:
-    """Start a thread.
+    """Start a thread, and wait until it runs, for at most `seconds`.
 
-    `threading.Thread.start` waits forever if the new thread dies before it can report that it is
-    running, which happens if it runs out of memory in its first lines.
+    `threading.Thread.start` would wait forever if the new thread died before it could report that
+    it is running. This happens if the thread runs out of memory in its first instructions.
 
     Args:
         thread: A thread that has not been started yet.
-        seconds: How long to wait for the thread to begin.
+        seconds: How long to wait for the thread to begin running.
 
     Raises:
-        MemoryError: If the thread did not begin in time.
+        MemoryError: If the thread did not begin to run in time.
         RuntimeError: If the system has no memory for the thread's stack.
     """
     started = _StartedEvent(seconds)

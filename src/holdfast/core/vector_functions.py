@@ -1,4 +1,4 @@
-"""Call torch's CPU vector functions once, before several threads call them concurrently."""
+"""Call each of torch's CPU vector functions once, before several threads call it concurrently."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _FUNCTIONS = (
 
 
 def settle_vector_functions(torch: Any) -> None:
-    """Call each function once in one thread, so that MKL chooses the right kernels.
+    """Call each of torch's MKL functions once in one thread, so that MKL chooses the right kernels.
 
-    MKL chooses a function's kernel in the first call. torch divides a tensor among its threads, so
-    several threads may make the first call at the same time. One of these threads may then get a
-    kernel with only 4 correct digits (oneMKL 2024, pytorch#188792). On a busy machine, this
-    happened in about one of sixty resumed processes: in Adam's first step, the square roots of half
-    a matrix were wrong.
+    MKL chooses a function's kernel in the first call. Because torch divides a tensor among its
+    threads, several threads may make the first call at the same time. One of these threads may then
+    get a kernel with only four correct digits (oneMKL 2024, pytorch#188792). On a busy machine,
+    this happened in about one in sixty resumed processes: in Adam's first step, the square roots of
+    half a matrix were wrong.
 
     Args:
-        torch: The torch module, which ``core`` never imports itself.
+        torch: The torch module, because ``core`` never imports torch itself.
     """
     for dtype in (torch.float32, torch.float64):
         value = torch.full((1,), 0.5, dtype=dtype, device="cpu")

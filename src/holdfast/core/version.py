@@ -1,3 +1,3 @@
-"""The version of holdfast, in a module that every layer can import without the root package."""
+"""The version of holdfast. Other modules import it from here, not from the root package."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Ignore irrelevant warnings without affecting other warnings."""
+"""Suppress irrelevant warnings without affecting how other warnings are shown."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ignore_warnings(category: type[Warning], message: str = "") -> Iterator[None]:
-    """Ignore warnings of a category whose text starts with a match of the regular expression.
+    """Ignore some warnings while the ``with`` block runs.
 
     The filter is inserted into `warnings.filters` directly. `warnings.catch_warnings` would mark
-    the filters as changed, and Python would then repeat warnings that it shows only once.
+    the filters as changed, and Python would then repeat warnings that it normally shows only once.
+
+    Args:
+        category: The class of the warnings to ignore.
+        message: A regular expression that must match the beginning of the warning's text. If empty,
+            all warnings of the category are ignored.
     """
     pattern = re.compile(message, re.IGNORECASE) if message else None
     own_filter = ("ignore", pattern, category, None, 0)
@@ -21,6 +26,6 @@ def ignore_warnings(category: type[Warning], message: str = "") -> Iterator[None
     try:
         yield
     finally:
-        # Other code may have cleared the list in the meantime.
+        # Other code may have removed the filter in the meantime.
         with contextlib.suppress(ValueError):
             warnings.filters.remove(own_filter)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Find the first step at which an attempt diverges from the undisturbed run, and the cause.
 
-The fields of a step are compared in the order from cause to effect (`differences.FIELDS`). The
-first field that differs is not always the cause: a lost random state may first show in a different
-input, and the lost state of a second optimizer may first show in a different loss.
+The fields of a step are compared in order from cause to effect (`differences.FIELDS`). The first
+field that differs is not always the cause: losing a random state may first show as a different
+input, and losing the state of a second optimizer may first show as a different loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Run
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
 from holdfast.chaos.trace import RecordedStep, Segment
 
-# Fields that may differ because of a cause that is not itself a field of the step.
+# If one of these fields of a step differs, the cause may be something that is not a field of the
+# step.
 CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
 
 
@@ -24,13 +25,13 @@ class Divergence:
     Args:
         reference: The undisturbed run.
         segment: The records of the attempt.
-        place: The place in the undisturbed run at which the attempt started (see `reference`).
-        index: Index of the step in the undisturbed run.
-        step: The step of the attempt.
-        expected: The step of the undisturbed run.
-        field: The first field that differs.
-        restored: Names of random generators whose state matched at some model call of the attempt,
-            up to this step.
+        place: The number of steps of the undisturbed run after which the attempt started.
+        index: The index of the step in the undisturbed run.
+        step: The step as recorded in the attempt.
+        expected: The step as recorded in the undisturbed run.
+        field: The first field in which the two steps differ.
+        restored: The names of the random generators whose state matched that of the undisturbed run
+            in at least one of the attempt's model calls up to this step.
     """
 
     reference: Reference
@@ -44,12 +45,12 @@ class Divergence:
 
 
 def first_difference(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
-    """Return the first difference between an attempt and the undisturbed run.
+    """Return the first difference between an attempt and the undisturbed run, or None.
 
     Args:
         reference: The undisturbed run.
         segment: The records of the attempt, including at least one step.
-        place: The place in the undisturbed run at which the attempt continues, as returned by
+        place: The number of steps of the undisturbed run after which the attempt continues, from
             `Reference.locate`.
     """
     difference = difference_at_start(reference, segment, place)
@@ -59,6 +60,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
     restored: set[str] = set()
     for index, step in enumerate(segment.steps, start=place):
         if index >= end:
+            # Indices count from 0, and step numbers in a `RunDifference` from 1.
             return RunDifference(index + 1, END, f"the undisturbed run had ended after {end} steps")
         expected = reference.steps[index]
         if index == place:
@@ -76,7 +78,8 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
                 field=field,
                 restored=frozenset(restored),
             )
-            # Saved states come first, because they prove the cause. Random states only suggest it.
+            # Check the saved optimizer states first, because they prove the cause. Random states
+            # only suggest a cause.
             difference = another_optimizer_lost_state(divergence)
             difference = difference or random_state_lost(divergence)
             return difference or RunDifference(index + 1, field, describe_field(divergence))
@@ -87,7 +90,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> RunD
 
 
 def difference_at_start(reference: Reference, segment: Segment, place: int) -> RunDifference | None:
-    """Return the first difference in the state in which an attempt starts, except the weights."""
+    """Return the first difference in an attempt's start state, apart from the weights, or None."""
     start = segment.steps[0].before or UNKNOWN_STATE
     fields = reference.start_fields_that_differ(place, start)
     if not fields:
@@ -99,7 +102,8 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> R
             for other_place, state in enumerate(reference.states)
             if state.optimizer == start.optimizer
         ]
-        # The state at place 0 is that of a new optimizer, which needs no explanation.
+        # The state at place 0 is that of a new optimizer. It may match simply because the optimizer
+        # state was not restored, so it is not named as the source.
         if places and places[0] > 0:
             detail = (
                 f"the weights are those of step {place}, but the optimizer state is the one saved"
@@ -112,11 +116,11 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> R
 
 
 def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
-    """Return what remains of an expected step if the attempt resumed in the middle of it.
+    """Return the remaining parts of an expected step if the attempt resumed in the middle of it.
 
-    An attempt may resume in the middle of a gradient accumulation. The attempt's first step then
-    consists only of the last parts (model calls) of the expected step. If `step` does not have the
-    data of these parts, the expected step is returned unchanged.
+    An attempt may resume in the middle of gradient accumulation. The attempt's first step, `step`,
+    then consists only of the last parts (model calls) of the expected step. If the data of `step`
+    is not that of these parts, the expected step is returned unchanged.
     """
     count = len(step.inputs)
     if not 0 < count < len(expected.inputs):
@@ -139,16 +143,16 @@ def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
 
 
 def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
-    """Return the random generators whose state matched an expected one at any call of the step."""
+    """Return the names of the random generators that had an expected state at any model call."""
     states = {item for state in step.random_states for item in state.items()}
     expected_states = {item for state in expected.random_states for item in state.items()}
     return {name for name, _ in states & expected_states}
 
 
 def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str | None:
-    """Return the name of the first field whose difference matters, or None.
+    """Return the name of the first field that differs in a way that matters, or None.
 
-    A difference in random states alone does not matter, because the step may not use them.
+    A difference in random states alone does not matter, because the step may not use these states.
     """
     differing = [
         name
@@ -163,9 +167,10 @@ def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str
 
 
 def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
-    """Return "batch" or "inputs" if the step's first one is not from the expected step, or None.
+    """Return "batch" or "inputs" if the step's first batch or input is not in the expected step.
 
-    If so, the different number of parts is only a consequence.
+    A different number of parts is then only a consequence of the different data. Return None if
+    neither is the case.
     """
     if step.batch and step.batch[0] not in expected.batch:
         return "batch"
@@ -178,15 +183,18 @@ def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
 
 
 def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None:
-    """An optimizer that steps later in the attempt did not resume from its saved state.
+    """Return a difference if an optimizer that steps later did not resume from its saved state.
 
-    The effect may be visible before that optimizer's own first step.
+    Losing an optimizer's state may have an effect before that optimizer's own first step. Return
+    None if this is not the cause of the divergence.
     """
     reference = divergence.reference
     place = divergence.place
     if divergence.field not in CONSEQUENCES or place not in reference.saves:
         return None
     save = reference.saves[place]
+    # The optimizer of the first step was compared at the start of the attempt, so begin with the
+    # second step, whose number is `place + 2` because numbers count from 1.
     later_steps = zip(divergence.segment.steps[1:], reference.steps[place + 1 :], strict=False)
     for number, (step, expected) in enumerate(later_steps, start=place + 2):
         if step.before is None or step.after.structure != expected.after.structure:
@@ -206,10 +214,11 @@ def another_optimizer_lost_state(divergence: Divergence) -> RunDifference | None
 
 
 def random_state_lost(divergence: Divergence) -> RunDifference | None:
-    """A random state is different, and random numbers are drawn from it at this step.
+    """Return a difference if a random state that is used at this step was not restored.
 
-    A random state that matched at an earlier model call of the attempt is not the cause: it was
-    restored correctly, and differs now because something else made the attempt draw more numbers.
+    A random state that matched at an earlier model call of the attempt is not the cause. It was
+    restored correctly, and it differs now because something else made the attempt draw a different
+    number of random numbers. Return None if no random state is the cause.
     """
     step = divergence.step
     expected = divergence.expected
@@ -218,7 +227,8 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
     differing -= reference.unsteady.random_states
     differing -= divergence.restored
     if divergence.field == "batch" and divergence.index == divergence.place:
-        # Every loader draws from torch's generator, so its state does not explain the batch.
+        # Every loader draws from torch's generator, so a difference in that generator's state does
+        # not explain a different batch.
         causes = differing & {"numpy", "python"}
         consequence = "and with it the batch"
     elif divergence.field in CONSEQUENCES:
@@ -240,7 +250,7 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
 
 
 def describe_field(divergence: Divergence) -> str:
-    """Describe the first field that differs, with both values if they are useful."""
+    """Describe the first field that differs, including both values unless they are digests."""
     field = divergence.field
     step = divergence.step
     expected = divergence.expected
@@ -260,7 +270,7 @@ def describe_field(divergence: Divergence) -> str:
 
 
 def _describe_settings(settings: str, expected: str) -> str:
-    """Return the settings of the first parameter group that differs, and how many groups do."""
+    """Describe the first parameter group whose settings differ, and count all such groups."""
     pairs = zip(settings.split("; "), expected.split("; "), strict=False)
     differing = [
         f"{group} instead of {expected_group}"

@@ -1,10 +1,11 @@
-"""The undisturbed run of one rank, and where in it an attempt continues.
+"""The undisturbed run of one rank, and the place in it at which an attempt continues.
 
-A *place* is a number of steps of the undisturbed run: place 3 is after step 3 and before step 4.
-The script's own step count is not used, because scripts count differently. To find the place where
-an attempt continues, its weights before its first step are compared with those at each place. If
-none are equal, the place with the nearest weights is used. If none are near, the place is found by
-the attempt's first batch.
+A *place* is a position in the undisturbed run, given as the number of completed steps: place 3 is
+after step 3 and before step 4. The script's own step count is not used, because scripts count
+differently. To find the place at which an attempt continues, the weights before the attempt's first
+step are compared with the weights at each place. If no place has equal weights, the place with the
+nearest weights is used. If even those are too different, the place is determined from the attempt's
+first batch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from holdfast.chaos.comparison.differences import FIELDS, RunDifference
 from holdfast.chaos.trace import ModelState, Record, RecordedSave, RecordedStep, Segment
 
-# Weights within this relative distance may have been rounded: bfloat16 rounds by up to 0.4 %
+# Weights within this relative distance may differ only by rounding: bfloat16 rounds by up to 0.4 %
 # (2 ** -8), and fp8 by a few percent.
 ROUNDED_DISTANCE = 0.03
-# If a sample of the weights is within this relative distance, the sample is equal and other weights
-# differ. The rounding error of float32 is 6e-8 (2 ** -24).
+# Samples of weights within this relative distance count as equal, so the difference must be in
+# other weights. The rounding error of float32 is 6e-8 (2 ** -24).
 SAME_SAMPLE_DISTANCE = 1e-7
 
 UNKNOWN_STATE = ModelState()
@@ -30,12 +31,12 @@ UNKNOWN_STATE = ModelState()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsteady:
-    """Differences between two undisturbed runs, which are ignored in trials.
+    """Differences between two undisturbed runs, which are ignored when trials are compared.
 
     Args:
-        random_states: Names of random generators whose states differ.
-        entries: Paths within checkpoints of the entries that differ.
-        files: Names of checkpoint files that only one of the two runs wrote.
+        random_states: The names of the random generators whose states differ.
+        entries: The checkpoint entries that differ, as paths within the checkpoint.
+        files: The names of the checkpoint files that only one of the two runs wrote.
     """
 
     random_states: frozenset[str] = frozenset()
@@ -45,7 +46,12 @@ class Unsteady:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The place where an attempt continues, and how its weights differ from those at the place."""
+    """The place at which an attempt continues, and how its weights differ from the expected ones.
+
+    Args:
+        place: The number of steps of the undisturbed run after which the attempt continues.
+        difference: The difference in the weights, or None if they are equal.
+    """
 
     place: int
     difference: RunDifference | None = None
@@ -55,16 +61,17 @@ class ResumePoint:
 class Reference:
     """The undisturbed run of one rank.
 
-    One command may perform several training runs, such as a sweep, or pre-training followed by
-    fine-tuning. Each training run is compared separately.
+    One command may perform several training runs, such as a hyperparameter sweep, or pre-training
+    followed by fine-tuning. Each training run is compared separately.
 
     Args:
         segments: The records of each process.
-        unsteady: Differences to ignore.
-        steps: All steps, in order.
-        boundaries: The place at which each training run begins, followed by the number of steps.
-        saves: The last save at each place that has a save.
-        states: The known state at each place, from 0 to the number of steps.
+        unsteady: The differences to ignore.
+        steps: All steps of the run, in order.
+        boundaries: The place at which each training run begins, followed by the total number of
+            steps.
+        saves: The last save at each place, for the places that have a save.
+        states: The known fields of the state at each place, from place 0 to the number of steps.
     """
 
     segments: Sequence[Segment]
@@ -80,25 +87,26 @@ class Reference:
         return replace(self, unsteady=replace(self.unsteady, random_states=random_states))
 
     def trainings_in(self, segment: Segment) -> list[Segment]:
-        """Split a process's records into training runs, if the command performs several."""
+        """Split a process's records into training runs, if the command performs several runs."""
+        # With a single training run, the boundaries are only its beginning and its end.
         if len(self.boundaries) == 2:
             return [segment]
         return split_by_training(segment)
 
     def training_at(self, place: int) -> tuple[int, int]:
-        """Return the first and the last place of the training run that contains a place."""
+        """Return the first and the last place of the training run that contains `place`."""
         number = min(bisect_right(self.boundaries, place), len(self.boundaries) - 1)
         return self.boundaries[number - 1], self.boundaries[number]
 
     def locate(self, segment: Segment, reached: int) -> ResumePoint:
-        """Return the place of the undisturbed run at which an attempt continues.
+        """Find the place in the undisturbed run at which an attempt continues.
 
-        The attempt continues at the place with the same weights. If there is none, use the place
-        with nearly the same weights or, failing that, the place with the same data.
+        This is the place with the same weights. If there is none, it is the place with nearly the
+        same weights or, failing that, the place that is followed by the same data.
 
         Args:
             segment: The records of the attempt, including at least one step.
-            reached: The place that earlier attempts have reached.
+            reached: The number of steps of the undisturbed run that earlier attempts have reached.
         """
         first_step = segment.steps[0]
         start = first_step.before or UNKNOWN_STATE
@@ -123,7 +131,12 @@ class Reference:
         return ResumePoint(place, RunDifference(place + 1, "weights", detail))
 
     def start_fields_that_differ(self, place: int, start: ModelState) -> list[str]:
-        """Return the `START_FIELDS` in which `start` differs from the known state at a place."""
+        """Return the names of the `START_FIELDS` in which `start` differs from the known state.
+
+        Args:
+            place: The place whose known state is compared.
+            start: The state in which an attempt starts.
+        """
         state = self.states[place]
         differing = [
             "buffers"
@@ -135,11 +148,11 @@ class Reference:
         return differing
 
     def _places_with_weights(self, start: ModelState) -> list[int]:
-        """Return the places that have the same weights as `start`.
+        """Return the places with the same weights as `start`.
 
-        The end of the run is returned only if no other place has these weights.
+        The last place, at the end of the run, is returned only if no other place has these weights.
         """
-        # Some scripts change weights between steps, so a place may have two sets of weights.
+        # A place may have two sets of weights, because some scripts change weights between steps.
         places = [
             place
             for place, (state, step) in enumerate(zip(self.states, self.steps, strict=False))
@@ -152,11 +165,11 @@ class Reference:
     def _resemblance(
         self, place: int, first_step: RecordedStep, start: ModelState, reached: int
     ) -> tuple[int, int, bool, int]:
-        """Return a sort key for how well an attempt fits a place; the best fit is largest.
+        """Return a sort key for how well an attempt matches a place; a larger key is better.
 
-        The best fit has the fewest differing fields in the start state, then the most equal fields
-        in the first step. After that, places that earlier attempts have reached are better, and
-        later places are better.
+        The best place has the fewest differing fields in the start state and, among those places,
+        the most equal fields in the first step. If places are still tied, a place that earlier
+        attempts have reached is preferred, and then the latest place.
         """
         differing_fields = len(self.start_fields_that_differ(place, start))
         equal_fields = 0
@@ -168,15 +181,18 @@ class Reference:
         return -differing_fields, equal_fields, place <= reached, place
 
     def _nearest_place(self, start: ModelState) -> tuple[int, float]:
-        """Return the place with the nearest weights, and their distance. The end is excluded."""
+        """Return the place with the nearest weights, and the distance to these weights.
+
+        The last place, at the end of the run, is excluded.
+        """
         distances = [_distance(state.sample, start.sample) for state in self.states[:-1]]
         nearest = min(distances)
         return distances.index(nearest), nearest
 
     def _place_with_data(self, first_step: RecordedStep, reached: int) -> int:
-        """Return the last place up to `reached` whose next step has the data of `first_step`.
+        """Return the last place up to `reached` that is followed by a step with the same data.
 
-        Return 0 if there is none.
+        Return 0 if no step shares a batch or an input with `first_step`.
         """
         last_place = min(reached, len(self.steps) - 1)
         for place in range(last_place, -1, -1):
@@ -187,10 +203,10 @@ class Reference:
     def random_states_drawn_before(self, index: int) -> set[str]:
         """Return the names of the random generators that are used between two adjacent steps.
 
-        A generator is used if its state before the model call of the later step has changed.
+        A generator was used if its state before the first part (model call) of each step differs.
 
         Args:
-            index: Index of the later of the two steps.
+            index: The index of the later of the two steps.
         """
         if not 0 < index < len(self.steps):
             return set()
@@ -200,11 +216,11 @@ class Reference:
 
 
 def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None) -> Reference:
-    """Create the reference for one rank of the undisturbed run.
+    """Create the reference for one rank from the records of the undisturbed run.
 
     Args:
-        segments: The records of this rank's processes, in order. Each has at least one step.
-        unsteady: Differences between two undisturbed runs, to ignore; None for no differences.
+        segments: The records of this rank's processes, in order. Each contains at least one step.
+        unsteady: Differences between two undisturbed runs, which are ignored; None to ignore none.
     """
     steps: list[RecordedStep] = []
     saves: dict[int, RecordedSave] = {}
@@ -228,19 +244,20 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
 
 
 def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | None) -> ModelState:
-    """Return the known fields of the state at a place, for the optimizer that steps next.
+    """Return the state at a place, as far as it is known, for the optimizer that steps next.
 
-    If this is the optimizer's first step, the whole state was recorded. Otherwise, the weights are
-    those after the last step of an optimizer that trains the same models. The buffers are known
-    only if no other optimizer has stepped since, because model calls may have changed them. With a
-    save at this place, the buffers and the optimizer's state are also known.
+    If the next step is the optimizer's first step, the whole state was recorded. Otherwise, the
+    weights are those after the last step of an optimizer that trains the same models. The buffers
+    are known only if no other optimizer has stepped since then, because the model calls for such a
+    step may have changed the buffers. If there is a save at this place, the buffers and the
+    optimizer's state are also known.
 
     Args:
         steps: All steps of the undisturbed run.
-        place: A place from 0 to the number of steps.
+        place: The number of completed steps, from 0 to the number of all steps.
         save: The last save at this place, or None.
     """
-    # At the end, no step follows; use the models of the last step.
+    # No step follows the last place, so use the models and the optimizer of the last step.
     step = steps[-1]
     if place < len(steps):
         step = steps[place]
@@ -264,7 +281,8 @@ def _state_after_last_step_of_same_models(
     for state in states:
         if state.roots == step.after.roots:
             return state
-    # The models were wrapped again in the meantime, so their identities have changed.
+    # If no root modules are the same objects, the script has wrapped its models again in the
+    # meantime. Use the last state of models with the same structure.
     return states[0] if states else UNKNOWN_STATE
 
 
@@ -272,7 +290,7 @@ def split_by_training(segment: Segment) -> list[Segment]:
     """Split the records of one process into its training runs.
 
     A training run begins with the first step of a new optimizer, provided that no earlier optimizer
-    steps again. In each returned segment, steps are counted from 0.
+    steps after that. In each returned segment, the step count of the records starts from 0 again.
     """
     steps = segment.steps
     last_step_of = {step.optimizer_index: index for index, step in enumerate(steps)}
@@ -289,9 +307,9 @@ def split_by_training(segment: Segment) -> list[Segment]:
 
 
 def _part_of(segment: Segment, begin: int, end: int) -> Segment:
-    """Return the records of the steps from `begin` to `end`, with steps counted from `begin`."""
-    # Other records between two training runs, such as the last save, belong to the earlier run.
-    # Records before the first step of all belong to the first run.
+    """Return the records of the steps with indices `begin` to `end - 1`, counted from `begin`."""
+    # Other records between two training runs, such as the last save, are assigned to the earlier
+    # training run. Records before the very first step are assigned to the first training run.
     after = begin if begin > 0 else -1
     records: list[Record] = [
         replace(record, steps_made=record.steps_made - begin)
@@ -315,7 +333,7 @@ def _known_to_differ(digest: str | None, expected: str | None) -> bool:
 
 
 def _distance(sample: list[float], other: list[float]) -> float:
-    """Return the distance between two samples of weights, relative to the first one."""
+    """Return the distance between two samples of weights, relative to the first sample's norm."""
     if not sample or len(sample) != len(other):
         return math.inf
     norm = math.hypot(*sample) or 1.0

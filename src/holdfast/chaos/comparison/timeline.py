@@ -1,11 +1,12 @@
 """Compare all attempts of a trial with the undisturbed run.
 
 `reference` finds the place in the undisturbed run at which each attempt continues, and `divergence`
-compares the attempt's steps from there. This module combines the attempts: it determines which
-steps led to the final weights, how much work was repeated, and whether a restart ignored a newer
-checkpoint.
+compares the attempt's steps from that place on. This module combines the attempts: it determines
+which steps led to the final weights, how much work was repeated, and whether a restart ignored a
+newer checkpoint.
 
-A *place* is a number of steps of the undisturbed run: place 3 is after step 3 and before step 4.
+A *place* is a position in the undisturbed run, given as the number of completed steps: place 3 is
+after step 3 and before step 4.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class TrialComparison:
 
     Args:
         differences: All differences, in the order of the attempts.
-        steps_again: Number of steps that were repeated after a restart.
-        batches_twice: Number of batches that the final weights were trained on too often.
-        batches_never: Number of batches that the final weights were never trained on.
-        resumed_at: The places at which the second and later attempts continued.
-        finite: Whether the weights and losses of the last step are finite.
-        losses: Loss of each step that led to the final weights; None for a step without a loss.
+        steps_again: The number of steps that were repeated after a restart.
+        batches_twice: The number of batches that the final weights were trained on too often.
+        batches_never: The number of batches that the final weights were never trained on.
+        resumed_at: For the second and each later attempt, the number of steps of the undisturbed
+            run after which it continued.
+        finite: Whether the losses of the last step and a sample of the weights after it are finite.
+        losses: The loss of each step that led to the final weights; None for a step without a loss.
     """
 
     differences: list[RunDifference] = field(default_factory=list)
@@ -54,11 +56,12 @@ class TrialComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that a trial has saved.
+    """A checkpoint that was saved in a trial.
 
     Args:
-        place: The place whose state the checkpoint contains.
-        training_begin: The place at which the checkpoint's training run begins.
+        place: The number of steps of the undisturbed run after which the checkpoint was saved.
+        training_begin: The number of steps of the undisturbed run before the first step of the
+            checkpoint's training run. (One command may perform several training runs.)
         entry_names: The names of the checkpoint's top-level entries. Two checkpoints with the same
             names are of the same kind, for example "last state" as opposed to "best weights".
         is_complete: False if the process may have ended in the middle of this save.
@@ -71,11 +74,11 @@ class SavedCheckpoint:
 
 
 def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
-    """Compare every rank, and return the comparison of the rank that differs first.
+    """Compare all ranks of a trial, and return the comparison of the rank that differs first.
 
     Args:
-        references: The undisturbed run, by rank.
-        trial: All attempts of one trial.
+        references: The undisturbed run of each rank.
+        trial: The trial to compare with the undisturbed run.
     """
     segments_by_rank = trial.segments_by_rank()
     last_attempt_made_steps = any(segment.steps for segment in trial.last.segments)
@@ -101,10 +104,10 @@ def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
 
 
 def _urgency(comparison: TrialComparison) -> tuple[float, int]:
-    """Return a sort key by the earliest step that differs and the field that differs there.
+    """Return a sort key: the earliest step that differs, then the field that differs in this step.
 
-    Comparisons with only other differences, such as a missing end, come next. Comparisons without
-    differences come last.
+    Comparisons with other kinds of differences only, such as missing steps at the end, come next.
+    Comparisons without differences come last.
     """
     causes = [
         (difference.step, _CAUSAL_ORDER.index(difference.what))
@@ -123,8 +126,8 @@ def compare_rank(
 
     Args:
         reference: The undisturbed run of this rank.
-        segments: The records of this rank's processes, in order. Each has at least one step.
-        last_attempt_made_steps: Whether any process of the last attempt made a step.
+        segments: The records of this rank's processes, in order. Each contains at least one step.
+        last_attempt_made_steps: Whether any process of the last attempt took a step.
     """
     timeline = Timeline(reference)
     for number, segment in enumerate(segments):
@@ -149,9 +152,10 @@ def compare_rank(
 
 
 class Timeline:
-    """The steps of one rank that led to its final weights, over all attempts.
+    """The steps of one rank that led to its final weights, across all attempts.
 
-    A restart returns to a checkpoint, so the steps after that checkpoint are dropped and repeated.
+    A restart resumes from a checkpoint, so the steps after that checkpoint are removed from the
+    timeline and added again when they are repeated.
 
     Args:
         reference: The undisturbed run of this rank.
@@ -159,20 +163,21 @@ class Timeline:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        # The steps by their index in the undisturbed run, in the order in which they were made.
+        # The steps by their index in the undisturbed run, in the order in which they were taken.
         self.steps: dict[int, RecordedStep] = {}
         self.comparison = TrialComparison()
         self._saves: list[SavedCheckpoint] = []
 
     def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
-        """Add the records of a process, or of one of its training runs.
+        """Add the records of one training run of a process to the timeline.
 
         Args:
-            part: The records, including at least one step.
-            resumed: Whether the records were made after a restart.
-            may_be_cut: Whether the process ended after the last of these records, so that its last
+            part: The records to add, including at least one step.
+            resumed: Whether the records are from an attempt after a restart.
+            may_be_cut: Whether the process ended after the last of these records. If so, its last
                 save may be incomplete.
         """
+        # Steps are indexed from 0, so the number of steps reached is the highest index plus 1.
         reached = max(self.steps, default=-1) + 1
         placement = self._reference.locate(part, reached)
         place = placement.place
@@ -191,7 +196,7 @@ class Timeline:
         self._add_steps(part, place)
 
     def difference_at_end(self, *, last_attempt_made_steps: bool) -> RunDifference | None:
-        """Return a difference if the run has more or fewer steps than expected, or None."""
+        """Return a difference if the run has more or fewer steps than expected; otherwise None."""
         expected_count = len(self._reference.steps)
         unmatched = set(range(expected_count)) ^ self.steps.keys()
         if not unmatched:
@@ -200,7 +205,7 @@ class Timeline:
         if last_attempt_made_steps:
             detail = f"the run consists of {len(self.steps)} steps instead of {expected_count}"
         else:
-            # The steps after the last save are in the trace, but they were lost.
+            # The steps after the last save are in the timeline, but their effect was lost.
             first_unmatched = min(
                 first_unmatched, max([save.place for save in self._saves], default=0)
             )
@@ -214,6 +219,10 @@ class Timeline:
         """Add a difference if a restart ignored a newer, complete checkpoint of the same kind.
 
         If the run started over, it ignored all checkpoints, so their kind does not matter.
+
+        Args:
+            begin: The place at which the training run begins.
+            place: The place at which the restart continued.
         """
         resumed_kinds = {save.entry_names for save in self._saves if save.place == place}
         places = [
@@ -231,9 +240,9 @@ class Timeline:
         self.comparison.differences.append(RunDifference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
-        """Add the checkpoints that were saved."""
+        """Add the checkpoints that were saved in `part`, which began at `place`."""
         for save in part.saves:
-            # For a save in a thread, the step of the saved state is unknown.
+            # For a save in a background thread, it is unknown which step's state was saved.
             if save.in_thread:
                 continue
             is_after_last_step = save.steps_made >= len(part.steps)
@@ -247,7 +256,7 @@ class Timeline:
             )
 
     def _add_steps(self, part: Segment, place: int) -> None:
-        """Add the steps of a segment, which replace the steps that they repeat."""
+        """Add the steps of `part`, which began at `place`, replacing the steps that they repeat."""
         steps = list(part.steps)
         if place < len(self._reference.steps):
             expected = remaining_parts(self._reference.steps[place], steps[0])
@@ -268,8 +277,8 @@ def compare_undisturbed(
         second: The records of the second run's processes.
 
     Returns:
-        The first run as a reference that ignores harmless differences; and the first difference
-        that is not harmless, or None.
+        The first run, as a reference that ignores harmless differences; and the first difference
+            that is not harmless, or None.
     """
     reference = make_reference(first, _find_unsteady(first, second))
     second_steps = [step for segment in second for step in segment.steps]
@@ -292,7 +301,7 @@ def compare_undisturbed(
 
 
 def _find_unsteady(first: Sequence[Segment], second: Sequence[Segment]) -> Unsteady:
-    """Return the random states, checkpoint entries and files that differ between two runs."""
+    """Return the random states, checkpoint entries and files that differ between two such runs."""
     saves = last_saves(first)
     other_saves = last_saves(second)
     common_files = saves.keys() & other_saves.keys()
@@ -313,7 +322,7 @@ def _find_unsteady(first: Sequence[Segment], second: Sequence[Segment]) -> Unste
 
 
 def _keys_that_differ(pairs: Iterable[tuple[dict[str, str], dict[str, str]]]) -> frozenset[str]:
-    """Return the keys whose values differ between the two dictionaries of any pair."""
+    """Return the keys whose values differ between the two dictionaries in at least one pair."""
     return frozenset(
         key for values, others in pairs for key in values if values[key] != others.get(key)
     )
@@ -324,15 +333,15 @@ def _batches(steps: Iterable[RecordedStep]) -> Counter[str | None]:
 
 
 def _is_finite(step: RecordedStep) -> bool:
-    """Return whether a step's losses, and the sample of the weights after it, are finite."""
+    """Return whether a step's losses and the sample of weights recorded after it are finite."""
     numbers = [*map(complex, step.losses), *step.after.sample]
     return all(cmath.isfinite(number) for number in numbers)
 
 
 def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
-    """Return the first loss of each step, or None if the loss is missing or not finite.
+    """Return the first loss of each step, with None for a loss that is missing or not finite.
 
-    Losses are divided by the scale of the gradient scaler, if there is one.
+    Losses are divided by the gradient scaler's scale, if there is one.
     """
     return [_loss(step) for step in steps]
 
@@ -340,6 +349,6 @@ def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
 def _loss(step: RecordedStep) -> float | None:
     if not step.losses:
         return None
-    # A backward pass may start from a complex number.
+    # `complex` can parse any recorded loss, since a backward pass may start from a complex number.
     loss = complex(step.losses[0]) / (step.scale or 1)
     return loss.real if cmath.isfinite(loss) else None

@@ -1,6 +1,6 @@
 """Inject a fault into the processes of a command.
 
-`plan` describes the fault. The plan is written to a file, which `injector` reads in each process
-and executes at the planned moment. `injector` uses `clock` to shift the time, and `seccomp` to
-simulate a full or failing disk.
+A plan (`plan`) describes the fault. It is written to a file, from which `injector` reads it in each
+process, to inject the fault at the planned moment. `injector` uses `clock` to shift the time, and
+`seccomp` to simulate a full or failing disk.
 """

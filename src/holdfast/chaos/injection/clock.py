@@ -1,7 +1,7 @@
-"""Shift the clock for the Python code of this process.
+"""Shift the clock for the Python code in this process.
 
-All processes share the kernel's clock, so this module replaces functions of `time` and `datetime`
-instead. C code and file times still use the true time.
+The kernel's clock cannot be shifted, because all processes share it. Instead, this module replaces
+functions of `time` and `datetime`. C code and file timestamps still use the true time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ NANOSECONDS = 10**9
 
 
 def shift(seconds: int) -> None:
-    """Shift the current time that `time` and `datetime` return.
+    """Shift the current time, as returned by `time` and `datetime`.
 
     Args:
-        seconds: The shift in seconds. If negative, the time is set back.
+        seconds: The shift in seconds. If it is negative, the time is set back.
     """
     true_time = time.time
     true_time_ns = time.time_ns
     time.time = lambda: true_time() + seconds
     time.time_ns = lambda: true_time_ns() + seconds * NANOSECONDS
-    # These functions use the current time if the argument at the given position is missing.
+    # These functions use the current time if the argument at `position` is missing.
     for name in ("localtime", "gmtime", "ctime"):
         _use_current_time(name, position=0, now=time.time)
     _use_current_time("asctime", position=0, now=time.localtime)
     _use_current_time("strftime", position=1, now=time.localtime)
-    # `date.today` and `datetime.today` call `time.time`. `now` and `utcnow` must be replaced in the
-    # existing class, because extension modules hold pointers to the class. Python does not allow
-    # assignment to attributes of this class, so change the dictionary of the class.
+    # `date.today` and `datetime.today` call `time.time`, so they need no replacement. `now` and
+    # `utcnow` must be replaced in the existing `datetime` class, because extension modules hold
+    # pointers to it. Python does not allow assignment to attributes of this class, so change the
+    # class dictionary instead.
     class_dict = gc.get_referents(dt.datetime.__dict__)[0]
     class_dict["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
     class_dict["utcnow"] = classmethod(
@@ -43,7 +44,7 @@ def shift(seconds: int) -> None:
 
 
 def _use_current_time(name: str, *, position: int, now: Callable[[], Any]) -> None:
-    """Replace a function of `time` whose argument at `position` defaults to the current time."""
+    """Make a function of `time` use `now()` if its argument at `position` is missing or None."""
     original = getattr(time, name)
 
     def with_current_time(*arguments: Any) -> Any:

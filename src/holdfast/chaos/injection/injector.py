@@ -18,8 +18,8 @@ from holdfast.chaos.injection import clock
 from holdfast.chaos.injection.plan import COMMAND_FILE, MET_FILE, Action, Moment, read_plan
 from holdfast.chaos.injection.seccomp import Calls, ask_before
 
-# The process that sends SIGTERM to the command waits this long afterwards. If the command passes
-# the signal on to this process, the handler then still runs within the planned step.
+# After sending SIGTERM to the command, this process waits for this long. If the command passes the
+# signal on to this process, the signal handler therefore still runs within the planned step.
 SIGTERM_PAUSE_SECONDS = 0.05
 # More bytes than any allocator can provide.
 IMPOSSIBLE_BYTES = 1 << 60
@@ -30,8 +30,8 @@ class Injector:
 
     Args:
         folder: The trace folder of the attempt, which contains the plan.
-        write: Adds a line to the trace of this process. Takes the kind of the record, and its
-            fields as keyword arguments.
+        write: Adds a line to the trace of this process. It takes the kind of the record, and the
+            record's fields as keyword arguments.
     """
 
     def __init__(self, folder: Path, write: Callable[..., None]) -> None:
@@ -39,13 +39,13 @@ class Injector:
         self._write = write
         self.plan = read_plan(folder)
         self._injection = self.plan.injection
-        # None once the fault has been injected.
+        # The planned moment; None once the fault has been injected.
         self._moment = self._injection.moment
-        # Whether a limit was set that makes the kernel kill this process in the middle of a write.
+        # Whether a file size limit was set, at which the kernel kills this process during a write.
         self._will_cut_write = False
 
     def begin(self) -> None:
-        """Inject faults that apply from the start of the process."""
+        """Inject the faults that affect the process from its start."""
         if self._injection.clock_shift_seconds:
             clock.shift(self._injection.clock_shift_seconds)
         if self._injection.unreadable_file is not None:
@@ -55,24 +55,25 @@ class Injector:
         """Inject the fault if it is planned for this moment.
 
         Args:
-            moment: The moment that the process has reached.
-            count: Number of steps that this process has made, or number of this save or evaluation.
+            moment: The kind of moment that the process has reached.
+            count: The number of steps that this process has taken. For a save or an evaluation, the
+                number of this save or evaluation, counted from 1.
         """
         if self._is_due(moment, count):
             assert self._injection.action is not None
             _ACTIONS[self._injection.action](self)
 
     def disturb_batch(self, torch: Any, batch: Any, count: int, moment: Moment) -> Any:
-        """Inject a fault into a batch or a loader worker, if it is planned for this moment.
+        """Inject the fault into a batch or a loader worker, if it is planned for this moment.
 
         Args:
-            torch: The torch module of the script.
+            torch: The torch module that the script uses.
             batch: A batch from the loader, or the inputs of a model.
-            count: Number of steps that this process has made.
-            moment: `Moment.LOADER` or `Moment.FORWARD`.
+            count: The number of steps that this process has taken.
+            moment: `Moment.LOADER` for a batch, or `Moment.FORWARD` for inputs.
 
         Returns:
-            The batch to use, which is a changed copy if the fault is a NaN.
+            The batch to use. If the fault is a NaN, this is a changed copy.
         """
         if moment != self._moment:
             return batch
@@ -91,19 +92,19 @@ class Injector:
         return batch
 
     def loader_workers(self) -> list[int]:
-        """Return the PIDs of the worker processes of loaders in this process."""
+        """Return the PIDs of this process's loader workers."""
         # If the script has loader workers, this module has already been imported.
         from multiprocessing import active_children
 
         return sorted(child.pid for child in active_children() if child.pid is not None)
 
     def save_ends(self) -> None:
-        """Kill this process after a save if the file was too small for a kill during the write."""
+        """Kill this process after a save whose file was too small for a kill during the write."""
         if self._will_cut_write:
             self._kill()
 
     def _is_due(self, moment: Moment, count: int) -> bool:
-        """Return whether to inject the fault now; if so, record that it was injected."""
+        """Return whether to inject the fault now. If so, record the injection in the trace."""
         if moment != self._moment or count < self._injection.count:
             return False
         rank, _ = read_rank()
@@ -111,7 +112,8 @@ class Injector:
             return False
         self._moment = None
         try:
-            # Only one process injects the fault, even if a launcher replaces one that has died.
+            # Only the process that creates this file injects the fault. A process that a launcher
+            # starts as a replacement therefore does not inject it again.
             with (self._folder / MET_FILE).open("x") as file:
                 file.write(str(os.getpid()))
         except FileExistsError:
@@ -128,10 +130,9 @@ class Injector:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _terminate_command(self) -> None:
-        """Ask the command to exit, as a scheduler does.
+        """Send SIGTERM to the command, as a scheduler does.
 
-        Only the command itself receives the signal. The command decides which of its processes to
-        notify.
+        Only the command itself receives the signal, and decides which of its processes to notify.
         """
         command = int((self._folder / COMMAND_FILE).read_text())
         os.kill(command, signal.SIGTERM)
@@ -145,9 +146,9 @@ class Injector:
             os.kill(worker, signal.SIGSTOP)
 
     def _use_up_memory(self) -> None:
-        """Allocate more memory than the machine has.
+        """Try to allocate more memory than the machine has.
 
-        torch's own allocator raises the error, and it does so during `backward`.
+        The error comes from torch's own allocator, and it is raised during `backward`.
         """
         torch: Any = sys.modules["torch"]
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
@@ -159,21 +160,22 @@ class Injector:
         The kernel sends SIGXFSZ to a process that exceeds its limit on file sizes.
         """
         self._will_cut_write = True
+        # SIGXFSZ would also dump core, which takes time and disk space.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
-        # By default, SIGXFSZ kills the process, but Python ignores the signal. Restore the default
-        # through C, because `signal.signal` works only in the main thread, and a save may run in
-        # another thread.
+        # By default, SIGXFSZ kills a process, but Python ignores this signal. Restore the default
+        # action through C, because `signal.signal` works only in the main thread, and a save may
+        # run in another thread.
         default_action = None
         ctypes.CDLL(None).signal(signal.SIGXFSZ, default_action)
         self._limit_file_size()
 
     def _refuse_writes(self) -> None:
-        """Make writes beyond half of a checkpoint fail with the planned error.
+        """Make writes beyond half the size of a checkpoint fail with the planned error.
 
-        The kernel cuts the first write short at the limit on file sizes, and a seccomp filter
-        refuses the next write. If the system supports no filter, a full disk is reported as EFBIG,
-        and a single failing write cannot be injected.
+        The kernel cuts the first such write short at the file size limit, and a seccomp filter
+        makes the next write fail. Without filter support, a full disk is reported to the script as
+        EFBIG, and a single failing write cannot be injected.
         """
         has_filter = self._intercept_calls(Calls.WRITE)
         if has_filter or self._injection.action == Action.FILL_DISK:
@@ -185,10 +187,10 @@ class Injector:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self._injection.size_bytes, hard_limit))
 
     def _intercept_calls(self, calls: Calls) -> bool:
-        """Let the campaign decide whether each write or read of this process fails (see `seccomp`).
+        """Let the campaign decide which writes or reads of this process fail (see `seccomp`).
 
         Returns:
-            Whether this system supports it. If not, the reason is written to the trace.
+            Whether the system supports this. If not, the reason is written to the trace.
         """
         try:
             ask_before(calls, self._folder)
@@ -221,12 +223,13 @@ def shut_down(file: Path) -> bool:
     """Shut down a file descriptor's network connection, if it has one.
 
     Args:
-        file: The descriptor as a path in ``/proc/self/fd``.
+        file: The path of the descriptor in ``/proc/self/fd``.
 
     Returns:
         Whether the descriptor was a connected network socket.
     """
-    # The descriptor may have been closed, and `getpeername` fails for a socket without a peer.
+    # Ignore errors: the descriptor may already be closed, and `getpeername` fails for a socket that
+    # is not connected.
     with suppress(OSError):
         if not file.is_socket():
             return False
@@ -238,24 +241,24 @@ def shut_down(file: Path) -> bool:
 
 
 def read_rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks; (0, 1) in a run without ranks.
+    """Return the rank of this process and the number of ranks; (0, 1) if the run has no ranks.
 
-    The result is not cached, because a launcher may set the environment after a fork.
+    The result is not cached, because a launcher may set the environment variables after a fork.
     """
     distributed = sys.modules.get("torch.distributed")
-    # `torch.multiprocessing.spawn` sets no variables, so ask the process group first.
+    # `torch.multiprocessing.spawn` sets no environment variables, so query the process group first.
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def put_nan(torch: Any, batch: Any) -> Any:
-    """Return a copy of a batch whose first floating-point number is NaN.
+    """Return a copy of a batch in which the first floating-point number is replaced by NaN.
 
-    Return None if the batch has no floating-point number.
+    Return None if the batch contains no floating-point number.
 
     Args:
-        torch: The torch module.
+        torch: The torch module that the script uses.
         batch: A tensor, or nested mappings, lists, tuples and named tuples of tensors.
     """
     if isinstance(batch, torch.Tensor):
@@ -278,9 +281,9 @@ def put_nan(torch: Any, batch: Any) -> Any:
 
 
 def _with_item(batch: Any, key: Any, value: Any) -> Any:
-    """Return a copy of a mapping or sequence in which one item is replaced."""
+    """Return a copy of a mapping or sequence with the item at `key` replaced by `value`."""
     if not isinstance(batch, (list, tuple)):
-        # Copying preserves the class, such as Hugging Face's BatchEncoding.
+        # Copying preserves the mapping's class, which may be Hugging Face's BatchEncoding.
         copy = batch.copy()
         copy[key] = value
         return copy

@@ -13,16 +13,20 @@ from enum import StrEnum
 from pathlib import Path
 
 # Files in the trace folder of an attempt:
-# The plan.
+# The plan of the attempt.
 PLAN_FILE = "plan.json"
 # The PID of the command.
 COMMAND_FILE = "command.pid"
-# The PID of the process into which the fault was injected. The file is created at that moment.
+# The PID of the process into which the fault was injected. The file is created just before the
+# injection.
 MET_FILE = "met"
 
 
 class Moment(StrEnum):
-    """A kind of moment at which a fault can happen; `Injection.count` says which occurrence."""
+    """The kinds of moments at which a fault can be injected.
+
+    `Injection.count` selects one moment of a kind.
+    """
 
     BACKWARD = "backward"
     BEFORE_STEP = "before"
@@ -35,7 +39,7 @@ class Moment(StrEnum):
 
 
 class Action(StrEnum):
-    """What the injector does at the planned moment; `Injector` implements these actions."""
+    """The actions that the injector can perform at the planned moment; see `Injector`."""
 
     SIGKILL = "SIGKILL"
     SIGSTOP = "SIGSTOP"
@@ -55,19 +59,19 @@ class Injection:
     """What to inject into the processes of one attempt; by default nothing.
 
     Args:
-        action: What to do at the planned moment; None for nothing.
+        action: The action to perform at the planned moment; None for no action.
         moment: The kind of moment at which to act.
-        count: Number of steps that the process has made at that moment. For a save or an
-            evaluation, the number of this save or evaluation.
+        count: The number of steps that the process has taken at that moment. For a save or an
+            evaluation, the number of this save or evaluation, counted from 1.
         rank: The rank on which to act.
-        later_seconds: Seconds after which the fault ends: a stopped process is continued, or a
-            command that was asked to exit is killed.
-        size_bytes: Size beyond which no file can grow; None for no limit.
-        errno: Error number with which writes or reads fail; None if they do not fail.
-        refuse_once: Whether only the first such write or read fails.
-        unreadable_file: File whose reads fail, or None.
-        clock_shift_seconds: Shift of the clock in every process of the attempt.
-        reseeded: Name of a random generator to reseed after the first step, or None.
+        later_seconds: The number of seconds after which the fault ends: a stopped process is
+            continued, or a command that was asked to exit is killed.
+        size_bytes: The size beyond which no file can grow; None for no limit.
+        errno: The error number with which writes or reads fail; None if they do not fail.
+        refuse_once: Whether only the first affected write or read fails.
+        unreadable_file: The file whose reads fail, or None.
+        clock_shift_seconds: By how much the clock is shifted in every process of the attempt.
+        reseeded: The name of a random generator to reseed after the first step, or None.
     """
 
     action: Action | None = None
@@ -88,9 +92,9 @@ class AttemptPlan:
     """The information that the observer needs in each process of an attempt.
 
     Args:
-        injection: What to inject.
-        trial_began: Unix time at which the trial began. Newer files were written by the script.
-        writable_folders: Folders that the script may write to.
+        injection: What to inject into the process.
+        trial_began: The Unix time at which the trial began. Newer files were written by the script.
+        writable_folders: The folders that the script may write to.
     """
 
     injection: Injection

@@ -1,13 +1,13 @@
-"""Simulate a full or failing disk by refusing system calls of the training processes.
+"""Simulate a full or failing disk by making system calls of the training processes fail.
 
-A training process calls `ask_before` to set a seccomp filter. From then on, the kernel suspends
-each of its writes (or reads) until the campaign has decided about the call. The campaign's
-`Refuser` inspects the file, and then lets the call fail or continue.
+A training process calls `ask_before` to install a seccomp filter. From then on, the kernel suspends
+each of its writes (or reads) until the campaign has decided whether the call fails. The campaign's
+`Refuser` inspects the file, and then makes the call fail or lets it continue.
 
-The filter needs Linux 5.7 and no privileges. A filter sees only numbers and addresses, but no paths
-and no file sizes, so `Refuser` looks these up. The constants are from ``linux/seccomp.h``,
-``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``, and the numbers of system calls are
-from ``asm/unistd.h``.
+The filter needs Linux 5.7 or later, but no privileges. A filter sees only numbers and addresses,
+but no paths or file sizes, so `Refuser` looks these up. The constants are from
+``linux/seccomp.h``, ``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``, and the
+system-call numbers are from ``asm/unistd.h``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Calls(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The numbers of system calls on one processor architecture.
+    """The system-call numbers on one processor architecture.
 
     Args:
-        audit_architecture: The constant ``AUDIT_ARCH_...``, by which a filter recognizes the
+        audit_architecture: The constant ``AUDIT_ARCH_...`` by which a filter recognizes the
             architecture.
-        seccomp: Number of the system call ``seccomp``.
-        writes: Numbers of the system calls that write to a file or extend it.
-        reads: Numbers of the system calls that read.
+        seccomp: The number of the system call ``seccomp``.
+        writes: The numbers of the system calls that write to a file or change its size.
+        reads: The numbers of the system calls that read from a file.
     """
 
     audit_architecture: int
@@ -73,45 +73,48 @@ ARCHITECTURES = {
         reads=(63, 67, 65, 69, 286),
     ),
 }
-# Numbers of copy_file_range, whose third argument is the file to write to. The other calls take the
-# file as their first argument.
+# The numbers of copy_file_range on both architectures. Its third argument is the file to write to,
+# whereas the other calls take the file as their first argument.
 COPY_FILE_RANGE = (326, 285)
-# Numbers of ftruncate, whose second argument is the new size of the file.
+# The numbers of ftruncate on both architectures. Its second argument is the new file size.
 FTRUNCATE = (77, 46)
 
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_SET_MODE_FILTER = 1
-# TSYNC: the filter applies to all threads. SPEC_ALLOW: do not slow down threads with mitigations
-# against speculative execution. NEW_LISTENER: return a descriptor that receives the suspended
-# calls. TSYNC_ESRCH: fail with ESRCH if the filter cannot be applied to some thread.
+# 1 is TSYNC: apply the filter to all threads. 4 is SPEC_ALLOW: do not slow down threads with
+# mitigations against speculative execution. 8 is NEW_LISTENER: return a descriptor that receives
+# the suspended calls. 16 is TSYNC_ESRCH: fail with ESRCH if the filter cannot be applied to some
+# thread.
 SECCOMP_FILTER_FLAGS = 1 | 4 | 8 | 16
 SECCOMP_RET_ALLOW = 0x7FFF0000
 SECCOMP_RET_USER_NOTIF = 0x7FC00000
 SECCOMP_USER_NOTIF_FLAG_CONTINUE = 1
 SECCOMP_IOCTL_NOTIF_RECV = 0xC0502100
 SECCOMP_IOCTL_NOTIF_SEND = 0xC0182101
-# struct seccomp_notif: id, pid, flags, call, architecture, instruction pointer, six arguments.
+# The layout of struct seccomp_notif: id, pid, flags, system-call number, architecture, instruction
+# pointer, six arguments.
 NOTIFICATION = struct.Struct("QIIiIQ6Q")
-# struct seccomp_notif_resp: id, return value, error, flags.
+# The layout of struct seccomp_notif_resp: id, return value, error, flags.
 RESPONSE = struct.Struct("QqiI")
 
-# Codes of the filter's instructions.
+# The opcodes of the filter's instructions.
 LOAD_WORD = 0x20
 JUMP_IF_EQUAL = 0x15
 RETURN = 0x06
-# Offsets of fields in struct seccomp_data, the input of a filter.
+# The offsets of fields in struct seccomp_data, which is the input of a filter.
 CALL_OFFSET = 0
 ARCHITECTURE_OFFSET = 4
 
-# How often the thread of a `Refuser` checks whether it should end.
+# How often a `Refuser`'s thread checks whether it should end.
 POLL_MILLISECONDS = 50
 
 
 @contextmanager
 def _socket_address(folder: Path) -> Iterator[str]:
-    """Provide a short address for the socket in a folder.
+    """Provide a short address for the `Refuser`'s socket in a folder.
 
-    A socket address has at most 107 bytes, but the folder's path may be longer.
+    A socket address has at most 107 bytes, but the folder's path may be longer. The address, which
+    is valid while the ``with`` block runs, refers to the folder by a descriptor instead.
     """
     descriptor = os.open(folder, os.O_PATH)
     try:
@@ -123,14 +126,16 @@ def _socket_address(folder: Path) -> Iterator[str]:
 def ask_before(calls: Calls, folder: Path) -> None:
     """Make the kernel ask a `Refuser` before each write or read of this process.
 
-    The filter applies to all threads and future children of the process, and cannot be removed.
+    The filter that does so applies to all threads and future children of the process, and cannot be
+    removed.
 
     Args:
-        calls: The kind of system calls to ask about.
-        folder: The trace folder of the attempt, where the `Refuser` listens.
+        calls: Whether the kernel asks before writes or before reads.
+        folder: The trace folder of the attempt, in which the `Refuser` has created its socket.
 
     Raises:
-        OSError: If no filter can be set, or if the process already has a filter with a listener.
+        OSError: If no filter can be installed, or if the process already has a filter with a
+            listener.
     """
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
@@ -148,7 +153,13 @@ def _filter_program(
 ) -> list[tuple[int, int, int, int]]:
     """Return the instructions of a filter that asks before some system calls and allows all others.
 
-    An instruction is (code, number of instructions to skip if true, the same if false, operand).
+    Args:
+        architecture: The architecture to which the system-call numbers belong.
+        numbers: The numbers of the system calls to ask about.
+
+    Returns:
+        The instructions. Each is a tuple of an opcode, the number of instructions to skip if the
+            comparison is true, the number to skip if it is false, and an operand.
     """
     instructions = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
@@ -157,7 +168,8 @@ def _filter_program(
         (LOAD_WORD, 0, 0, CALL_OFFSET),
     ]
     for index, number in enumerate(numbers):
-        # Skip the remaining comparisons and the RETURN after them, to reach the last instruction.
+        # On a match, skip the remaining comparisons and the RETURN after them, to reach the last
+        # instruction, which asks.
         instructions_to_ask = len(numbers) - index
         instructions.append((JUMP_IF_EQUAL, instructions_to_ask, 0, number))
     instructions.append((RETURN, 0, 0, SECCOMP_RET_ALLOW))
@@ -166,10 +178,10 @@ def _filter_program(
 
 
 def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, int, int]]) -> int:
-    """Set a filter for this process and return the descriptor that receives suspended calls."""
+    """Install a filter in this process, and return the descriptor that receives suspended calls."""
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     code_buffer = ctypes.create_string_buffer(code)
-    # struct sock_fprog: number of instructions, address of the first one.
+    # The layout of struct sock_fprog: number of instructions, address of the first instruction.
     program = struct.pack("HP", len(instructions), ctypes.addressof(code_buffer))
     program_buffer = ctypes.create_string_buffer(program)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -194,11 +206,11 @@ def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, i
 class Refuser:
     """Decides whether suspended system calls of an attempt fail, and counts the refused calls.
 
-    A `Refuser` runs in a thread of the campaign.
+    A `Refuser` runs in a thread of the campaign's process.
 
     Args:
-        folder: The trace folder of the attempt, in which to create the socket that processes
-            connect to.
+        folder: The trace folder of the attempt. The `Refuser` creates a socket in this folder, to
+            which the processes of the attempt connect.
         plan: The plan of the attempt. The plan's injection has an `errno`, and either an
             `unreadable_file`, whose reads fail, or `size_bytes`, beyond which files in the
             workplace cannot grow.
@@ -219,7 +231,7 @@ class Refuser:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering. Call this only when all processes have ended."""
+        """Stop answering. Call this method only after all processes of the attempt have ended."""
         self._closing.set()
         self._thread.join()
 
@@ -231,7 +243,8 @@ class Refuser:
         listeners: list[int] = []
         while not self._closing.is_set():
             for descriptor, event in poll.poll(POLL_MILLISECONDS):
-                # The process that made the call may have been interrupted by a signal, or killed.
+                # Answering fails if the process that made the call was killed or was interrupted by
+                # a signal in the meantime.
                 with suppress(OSError):
                     if descriptor == server:
                         new_listeners = self._accept()
@@ -241,21 +254,21 @@ class Refuser:
                     elif event & select.POLLIN:
                         self._answer(descriptor)
                     else:
-                        # All processes with a filter have ended.
+                        # All processes with the filter of this listener have ended.
                         poll.unregister(descriptor)
         self._server.close()
         for listener in listeners:
             os.close(listener)
 
     def _accept(self) -> list[int]:
-        """Return the listener of a newly connected process; empty if the process set no filter."""
+        """Return a newly connected process's listener in a list, empty if it has set no filter."""
         connection, _ = self._server.accept()
         with connection:
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
         return list(descriptors)
 
     def _answer(self, listener: int) -> None:
-        """Receive one suspended call, and let it fail or continue."""
+        """Receive one suspended call, and either make it fail or let it continue."""
         buffer = bytearray(NOTIFICATION.size)
         fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_RECV, buffer)
         identity, process, _, call, _, _, *arguments = NOTIFICATION.unpack(buffer)
@@ -275,8 +288,8 @@ class Refuser:
         """Return whether a system call must fail.
 
         Args:
-            process: PID of the process that makes the call.
-            call: Number of the call.
+            process: The PID of the process that makes the call.
+            call: The number of the system call.
             arguments: The six arguments of the call.
         """
         if self._injection.refuse_once and self.refused_calls:
@@ -291,13 +304,15 @@ class Refuser:
             return False
         if not any(path.is_relative_to(folder) for folder in self._writable_folders):
             return False
-        # `ftruncate` writes up to its new size. A write is assumed to start at the end of the file.
+        # `ftruncate` extends a file up to its new size, so its last byte is at the new size minus
+        # 1. A write is assumed to start at the end of the file.
         position = arguments[1] - 1 if call in FTRUNCATE else status.st_size
         assert self._injection.size_bytes is not None
         if position < self._injection.size_bytes:
             return False
         if self._injection.refuse_once:
-            # The limit that `Injector` has set would also cut short the writes that follow.
+            # Lift the file size limit that `Injector` has set, which would also cut short the
+            # writes that follow.
             _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
             resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
         return True

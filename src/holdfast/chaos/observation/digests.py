@@ -1,9 +1,9 @@
-"""Digests of a training run's state and data, to compare two runs bit for bit.
+"""Compute digests of a training run's state and data, to compare two runs bit for bit.
 
-A digest has 16 hexadecimal digits. It is computed from every bit of a small tensor, and from sums
-over all bits of a large tensor. Computing a digest draws no random numbers and adds nothing to the
-autograd graph. This module does not import torch: callers pass the module that the observed script
-has imported.
+A digest has 16 hexadecimal digits. For a small tensor, all bytes are hashed. For a large tensor,
+only sums over its contents are hashed. Computing a digest draws no random numbers and adds nothing
+to the autograd graph. This module does not import torch: callers pass the torch module that the
+observed script has imported.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-# Every byte of a tensor up to this size is hashed, which takes about as long as a kernel launch.
+# Tensors up to this size are hashed completely, which takes about as long as a kernel launch.
 SMALL_TENSOR_BYTES = 1 << 15
-# How many sums represent a large tensor. With more than one sum, swapping two parts of the tensor
-# changes the digest.
+# How many sums represent a large tensor. With more than one sum, the digest changes if two parts of
+# the tensor are swapped.
 SUMS_PER_TENSOR = 64
-# Limits for nested values and for objects that refer to each other.
+# The maximum nesting depth of values, and the maximum number of objects to search for tensors.
 MAX_DEPTH = 12
 MAX_OBJECTS = 1000
-# Depth to which a checkpoint's entries are listed separately.
+# The depth down to which the entries of a checkpoint are listed separately.
 MAX_ENTRY_DEPTH = 4
-# Longer text in a checkpoint is cut to this length, followed by its digest.
+# Longer strings in a checkpoint are truncated to this length, and their digest is appended.
 MAX_TEXT_CHARACTERS = 60
-# Words in the names of entries that contain the state of a random generator.
+# An entry that contains a random generator's state usually has one of these words in its name.
 RANDOM_WORDS = ("rng", "random", "generator")
 # An arbitrary seed that scripts are unlikely to use.
 OTHER_SEED = 20_261
@@ -40,14 +40,14 @@ class DigestMaker:
     """Computes digests of tensors, optimizers, random states and checkpoints.
 
     Args:
-        torch: The torch module of the script.
+        torch: The torch module that the script has imported.
     """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
 
     def tensors(self, named_tensors: Iterable[tuple[str, Any]]) -> str:
-        """Return one digest of several tensors and their names, which are sorted first."""
+        """Return one digest of several named tensors; their order does not matter."""
         digest = _new_digest()
         for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
             digest.update(name.encode())
@@ -55,16 +55,16 @@ class DigestMaker:
         return digest.hexdigest()
 
     def tree(self, value: Any) -> str:
-        """Return the digest of nested containers of tensors, arrays, numbers and strings.
+        """Return one digest of a value such as a batch or a checkpoint.
 
-        Examples are a batch and a checkpoint.
+        The value may consist of nested containers of tensors, arrays, numbers and strings.
         """
         digest = _new_digest()
         self._add_value(digest, value, depth=0)
         return digest.hexdigest()
 
     def optimizer(self, optimizer: Any) -> dict[str, str]:
-        """Return digests of an optimizer's state (``"optimizer"``) and of its ``"parameters"``."""
+        """Return the digests of an optimizer's state (``"optimizer"``) and its ``"parameters"``."""
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
@@ -72,9 +72,9 @@ class DigestMaker:
         return {"optimizer": self.tree(states), "parameters": self.tree(parameters)}
 
     def random_states(self) -> dict[str, str]:
-        """Return the digest of each random generator's state: torch, python, numpy and cuda.
+        """Return the digests of the random generators' states, by name.
 
-        numpy and cuda are included only if the script uses them.
+        The names are "torch", "python" and, if the script uses them, "numpy" and "cuda".
         """
         torch = self._torch
         numpy = sys.modules.get("numpy")
@@ -90,9 +90,9 @@ class DigestMaker:
     def entries(self, checkpoint: Any) -> dict[str, str]:
         """Return the entries of a checkpoint by path, such as ``"model.layer"``.
 
-        Tensors and other large values become digests, short values remain readable, and text is in
-        quotes. Random states are excluded, because many differences in them are harmless;
-        `campaign` tests separately whether they matter.
+        Tensors and containers become digests, short values remain readable, and strings are in
+        quotation marks. Random states are excluded, because many differences in them are harmless;
+        `campaign` tests separately whether they affect the run.
         """
         entries: dict[str, str] = {}
         self._add_entries(entries, "", checkpoint, depth=0)
@@ -130,7 +130,7 @@ class DigestMaker:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         torch = self._torch
         try:
-            # Avoid the hooks of tensor subclasses and of autograd.
+            # Bypass the overrides of tensor subclasses, and record nothing for autograd.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 local_tensor = getattr(tensor, "_local_tensor", tensor)
                 digest.update(self._tensor_content(local_tensor.detach()))
@@ -139,7 +139,7 @@ class DigestMaker:
             digest.update(b"cannot be read")
 
     def _tensor_content(self, tensor: Any) -> bytes:
-        """Return the bytes of a small tensor, or sums over the bits of a large one."""
+        """Return the bytes of a small tensor, or sums over the contents of a large tensor."""
         torch = self._torch
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
@@ -158,13 +158,13 @@ class DigestMaker:
     # --- entries of a checkpoint ----------------------------------------------------------------
 
     def _add_entries(self, entries: dict[str, str], path: str, value: Any, *, depth: int) -> None:
-        """Add a checkpoint's value to `entries`, as one entry or with one entry for each field.
+        """Add a value in a checkpoint to `entries`, either as one entry or as one per field.
 
         Args:
-            entries: The entries so far, by path.
+            entries: The entries that were added so far, by path.
             path: The path of the value within the checkpoint; empty for the checkpoint itself.
             value: The value to add.
-            depth: Number of fields in the path.
+            depth: The number of fields in the path.
         """
         if self._is_random_state(path.lower(), value):
             return
@@ -192,11 +192,11 @@ class DigestMaker:
         return self.tree(value)
 
     def _is_random_state(self, path: str, value: Any) -> bool:
-        """Return whether an entry is the state of a random generator, judging by its name.
+        """Return whether an entry is the state of a random generator, judging by its path.
 
-        An entry with floating-point tensors is a model, such as the generator of a GAN. The last
-        name in the path of a plain value is ignored, because a count, for example, may be called
-        ``"random_crops"``.
+        An entry that contains floating-point tensors is a model instead, such as the generator of a
+        GAN. For a plain value, the last name in the path is ignored, because a count, for example,
+        may be called ``"random_crops"``.
         """
         name = path.rpartition(".")[0] if isinstance(value, _PLAIN_TYPES) else path
         if not any(word in name for word in RANDOM_WORDS):
@@ -206,11 +206,11 @@ class DigestMaker:
 
 
 def find_tensors(torch: Any, value: Any) -> list[Any]:
-    """Return the tensors in a value, such as the output of a model.
+    """Return all tensors inside a value, such as the output of a model.
 
     Args:
-        torch: The torch module.
-        value: Any object. Mappings, lists, tuples and attributes are searched.
+        torch: The torch module that the script has imported.
+        value: Any object. Mappings, lists, tuples and the attributes of objects are searched.
     """
     tensors = []
     pending = [value]
@@ -232,7 +232,7 @@ def find_tensors(torch: Any, value: Any) -> list[Any]:
 
 
 def reseed(torch: Any, name: str) -> None:
-    """Reseed the random generator `name`, which is a key of `DigestMaker.random_states`."""
+    """Reseed the random generator with the given name, as in `DigestMaker.random_states`."""
     if name == "python":
         random.seed(OTHER_SEED)
     elif name == "numpy":
@@ -250,8 +250,8 @@ def _new_digest() -> hashlib.blake2b:
 def _named_fields(value: Any) -> Mapping[str, Any] | None:
     """Return the fields of a namespace or of a mapping with string keys; None for other values."""
     if isinstance(value, Namespace):
-        # Numbers among command-line options, such as the first epoch, are not state. Convert them
-        # to text, because differences in text count as harmless.
+        # Numbers in command-line options, such as the first epoch, are not training state. Convert
+        # them to strings, because differences in strings count as harmless.
         return {
             name: str(field) if isinstance(field, (int, float)) else field
             for name, field in vars(value).items()

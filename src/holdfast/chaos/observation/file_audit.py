@@ -12,9 +12,9 @@ from holdfast.chaos.observation.trace_writer import TraceWriter
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR
 
-# Audit events of functions that change a folder, with the positions of the changed paths among the
-# event's arguments. The event's last argument is a descriptor of the folder to which the path is
-# relative, or one of `NO_FOLDER_DESCRIPTOR`.
+# The audit events of functions that change a folder, with the positions of the changed paths among
+# the event's arguments. The event's last argument is either a descriptor of the folder to which the
+# path is relative, or one of the values in `NO_FOLDER_DESCRIPTOR`.
 PATHS_CHANGED = {
     "os.remove": (0,),
     "os.rename": (0, 1),
@@ -28,20 +28,20 @@ NO_FOLDER_DESCRIPTOR = (-1, None)
 
 
 class FileAudit:
-    """Records accesses to files that matter to a trial.
+    """Records those accesses to files that matter to a trial.
 
-    The audit writes records of these kinds to the trace, once for each path:
+    The following kinds of records are written to the trace:
 
-    - ``outside``: a path outside of the workplace was written.
+    - ``outside``: a path outside of the workplace was written to (once for each path).
     - ``read``: before its first step, the script read a file that was written in this trial, such
-      as a checkpoint to resume from.
+      as a checkpoint to resume from (once for each path).
     - ``moved``: a saved checkpoint was renamed.
 
     Args:
-        writable_folders: Folders that the script may write to.
-        trial_began: Unix time at which the trial began. Newer files were written in this trial.
+        writable_folders: The folders that the script may write to.
+        trial_began: The Unix time at which the trial began. Newer files were written in this trial.
         trace: The trace of this process.
-        shield: Runs our code without disturbing the script.
+        shield: Runs the observer's code without disturbing the script.
     """
 
     def __init__(
@@ -58,20 +58,21 @@ class FileAudit:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all paths. Called in a process that was just forked."""
+        """Forget all recorded paths. This method is called in a newly forked process."""
         self._written: set[str] = set()
         self._read: set[str] = set()
         self._saved: set[str] = set()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Handle an audit event. Python calls this for every audit event of this process."""
+        """Handle an audit event. Python calls this hook for every audit event in this process."""
         if event == "open":
             self._on_open(*arguments)
         elif event == "os.truncate":
             self._on_change(arguments[0])
         elif event in PATHS_CHANGED and arguments[-1] in NO_FOLDER_DESCRIPTOR:
-            # If there is a descriptor, the path was recorded when that folder was opened.
-            if event == "os.mkdir" and os.path.isdir(arguments[0]):  # noqa: PTH112 - or bytes
+            # A path relative to a folder descriptor is ignored, because the path of that folder was
+            # recorded when the folder was opened.
+            if event == "os.mkdir" and os.path.isdir(arguments[0]):  # noqa: PTH112 - may be bytes
                 return
             for position in PATHS_CHANGED[event]:
                 self._on_change(arguments[position])
@@ -79,7 +80,7 @@ class FileAudit:
                 self._on_rename(arguments[0], arguments[1])
 
     def note_save(self, path: str) -> None:
-        """Record that a checkpoint was saved at a path, even if no audit event showed it."""
+        """Record that a checkpoint was saved to a path, even if no audit event has shown it."""
         self._saved.add(path)
         self._note_write(path)
 

@@ -1,9 +1,9 @@
 """Observe each Python process of a tested command.
 
-``injected/sitecustomize.py`` of ``supervise`` calls `start` when a process starts, before its
-script runs. The observer writes a trace of what the process does, and calls the injector at the
-moments at which a fault can be planned. It observes files through audit events (`file_audit`), and
-the training loop through hooks in torch (`torch_observer`).
+``injected/sitecustomize.py`` in the ``supervise`` package calls `start` when a process starts,
+before the process runs its script. The observer writes a trace of what the process does, and calls
+the injector at each moment for which a fault may be planned. It observes files through audit events
+(`file_audit`), and the training loop through hooks in torch (`torch_observer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _observer: TrainingObserver | None = None
 
 
 def start(run: str) -> None:
-    """Start observing this process. Only the first call has an effect.
+    """Start observing this process. Only the first call in a process has an effect.
 
     Args:
         run: The trace folder of the attempt.
@@ -35,7 +35,7 @@ def start(run: str) -> None:
 
 
 class TrainingObserver:
-    """Observes this process and the processes that are forked from it.
+    """Observes this process and all processes that are forked from it.
 
     Args:
         folder: The trace folder of the attempt.
@@ -49,7 +49,7 @@ class TrainingObserver:
         writable_folders = (str(folder), *plan.writable_folders)
         self._files = FileAudit(writable_folders, plan.trial_began, self._trace, self._shield)
         self._imports = ImportWatch(self._shield.note_error)
-        # None until the script has imported torch.
+        # The observer of the training loop; None until the script has imported torch.
         self._torch_observer: TorchObserver | None = None
         self._injector.begin()
         self._imports.when_imported("torch", self._observe_torch)
@@ -69,7 +69,7 @@ class TrainingObserver:
         self._torch_observer.install()
 
     def _restart(self) -> None:
-        """Start a separate trace in a process that was just forked."""
+        """Start a separate trace in a newly forked process."""
         self._trace.restart()
         self._files.restart()
         if self._torch_observer is not None:

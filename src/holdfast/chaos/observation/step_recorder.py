@@ -1,9 +1,9 @@
-"""Record the parts of one optimizer step: model calls, batches, random states, losses.
+"""Record the parts of one optimizer step: model calls, batches, random states and losses.
 
-Not every model call belongs to a step: a script may also call a model to act in an environment, to
-evaluate, or in a forward pass whose backward pass then fails. Therefore the number of each call is
-stored on the autograd nodes of the model's output. A backward pass then finds the calls that
-contributed to its loss.
+Not every model call contributes to a step: a script may also call a model to act in an environment
+or to evaluate the model, and the backward pass after a call may fail. To find the calls that
+contribute, the number of each call is stored on the autograd nodes of the model's output. When a
+backward pass begins, these numbers identify the calls that contributed to its loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.chaos.observation.digests import DigestMaker, find_tensors
 
-# Key of a model call's number in the metadata of an autograd node.
+# The key under which an autograd node's metadata contains the number of a model call.
 CALL_KEY = "call seen by holdfast chaos"
 
 
@@ -22,9 +22,10 @@ class ModelCall:
     """The inputs and random states of a model call.
 
     Args:
-        batch: Digest of the last batch that the loader returned before the call.
-        inputs: Digest of the inputs; None if the call itself was not observed.
-        random: Digests of the random states before the call.
+        batch: The digest of the last batch that the loader returned before the call; None without
+            a batch.
+        inputs: The digest of the inputs; None if the call itself was not observed.
+        random: The digests of the random states before the call, by the generator's name.
     """
 
     batch: str | None
@@ -37,7 +38,7 @@ class BackwardPass:
     """A backward pass that has begun.
 
     Args:
-        calls: Numbers of the model calls that contributed to its loss.
+        calls: The numbers of the model calls that contributed to the loss.
         loss: The loss as a string, so that no digit is lost; None if it is not a single number.
     """
 
@@ -46,11 +47,11 @@ class BackwardPass:
 
 
 class StepRecorder:
-    """Collects the parts of the current step.
+    """Collects the parts of the current optimizer step.
 
     Args:
-        torch: The torch module of the script.
-        digests: Computes digests.
+        torch: The torch module that the script has imported.
+        digests: The object that computes digests.
     """
 
     def __init__(self, torch: Any, digests: DigestMaker) -> None:
@@ -59,10 +60,10 @@ class StepRecorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything. Called in a process that was just forked."""
+        """Forget all recorded data. This method is called in a newly forked process."""
         # How many times models were called for training in this process.
         self._calls_made = 0
-        # Number of the call that each module is currently computing, by the module's identity.
+        # The number of the call that each module is currently computing, by the module's ``id()``.
         self._open_calls: dict[int, int] = {}
         self._last_batch: str | None = None
         self.begin_step()
@@ -71,7 +72,7 @@ class StepRecorder:
         """Start collecting the parts of the next step."""
         # All model calls since the last step, by their numbers.
         self._calls: dict[int, ModelCall] = {}
-        # Numbers of the calls that contributed to a loss.
+        # The numbers of the calls that contributed to a loss.
         self._contributing: set[int] = set()
         self._losses: list[str] = []
         # Whether backward was called since the last step.
@@ -82,7 +83,7 @@ class StepRecorder:
         self._last_batch = self._digests.tree(batch)
 
     def begin_call(self, module: Any, inputs: Any) -> None:
-        """Record the inputs of a model call that begins, and the random states before it."""
+        """Record the inputs of a model call and the random states before it, when it begins."""
         self._calls_made += 1
         self._open_calls[id(module)] = self._calls_made
         self._calls[self._calls_made] = ModelCall(
@@ -101,20 +102,20 @@ class StepRecorder:
         for node in nodes:
             node.metadata[CALL_KEY] = call
         if not nodes:
-            # Without autograd nodes, the output cannot be traced to a loss. Assume that the call
-            # contributes.
+            # Without autograd nodes, no loss can be traced back to this call. Assume that the call
+            # contributes to the step.
             self._contributing.add(call)
 
     def begin_backward(self, roots: list[Any]) -> BackwardPass:
-        """Describe a backward pass, for `end_backward` to count if the pass succeeds.
+        """Return a description of a backward pass, to pass to `end_backward` if the pass succeeds.
 
         Args:
-            roots: The tensors from which the backward pass starts.
+            roots: The tensors on which backward is called, such as the loss.
         """
         self.has_backward = True
         if not self._calls:
-            # No model call was observed, for example because the script has no module. The loss
-            # itself then counts as the only part.
+            # No model call was observed, for example because the script has no module. Count the
+            # backward pass itself as the only part of the step.
             self._calls_made += 1
             self._calls[self._calls_made] = ModelCall(
                 batch=self._last_batch, inputs=None, random=self._digests.random_states()
@@ -125,7 +126,10 @@ class StepRecorder:
         return BackwardPass(calls=self._find_calls(roots), loss=loss)
 
     def end_backward(self, backward: BackwardPass) -> None:
-        """Count a backward pass that has succeeded. A failed one may be repeated by the script."""
+        """Record the calls and the loss of a backward pass that has succeeded.
+
+        A failed backward pass is not recorded, because the script may repeat it.
+        """
         self._contributing |= backward.calls
         if backward.loss is not None:
             self._losses.append(backward.loss)
@@ -149,7 +153,7 @@ class StepRecorder:
         }
 
     def _find_calls(self, roots: list[Any]) -> set[int]:
-        """Return the numbers of the model calls whose outputs are in the graph behind `roots`."""
+        """Return the numbers of the model calls that the tensors `roots` were computed from."""
         calls: set[int] = set()
         pending = {getattr(root, "grad_fn", None) for root in roots} - {None}
         visited = set(pending)

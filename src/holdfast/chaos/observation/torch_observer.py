@@ -1,8 +1,8 @@
 """Observe a training run through hooks in torch, without any change to the script.
 
-The hooks record steps, saves and evaluations in the trace, and call the injector at each moment at
-which a fault can be planned. This module never imports torch: the hooks are installed when the
-script imports it.
+The hooks record steps, saves and evaluations in the trace, and call the injector at each moment for
+which a fault may be planned. This module never imports torch: the hooks are installed when the
+script imports torch.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from holdfast.chaos.trace import ModelState
 from holdfast.core.importing import ImportWatch
 from holdfast.core.vector_functions import settle_vector_functions
 
-# Functions that save a checkpoint, by module.
+# The functions that save a checkpoint, by module.
 SAVERS = {
     "torch.serialization": "save",
     "safetensors.torch": "save_file",
     "torch.distributed.checkpoint.state_dict_saver": "save",
     "holdfast.checkpoint.saver": "write",
 }
-# The settings of a parameter group that are compared.
+# The parameter-group settings that are compared with the undisturbed run.
 COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 
-# The observer of this process. The hooks of models are functions of this module, rather than
-# methods of the observer, so that a model can still be copied and pickled.
+# The observer of this process. The hooks of models are functions at module level, rather than
+# methods of the observer, so that the models can still be copied and pickled.
 _observer: TorchObserver | None = None
 
 
 def _before_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook of every root module."""
+    """The forward pre-hook that is registered on every root module."""
     if _observer is None:
         return None
     return _observer.before_forward(module, args, kwargs)
 
 
 def _after_forward(module: Any, _args: Any, output: Any) -> None:
-    """Forward hook of every root module."""
+    """The forward hook that is registered on every root module."""
     if _observer is not None:
         _observer.after_forward(module, output)
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """The facts recorded at the beginning of a step; `trace.RecordedStep` documents the fields."""
+    """The data recorded at the beginning of a step; `trace.RecordedStep` documents the fields."""
 
     settings: str
     before: ModelState | None = None
@@ -68,7 +68,7 @@ class PendingStep:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessProgress:
-    """Counters and flags about what this process has done. A forked process gets a new instance."""
+    """Counters and flags for this process. A forked process starts with a new instance."""
 
     saves: int = 0
     evaluations: int = 0
@@ -76,22 +76,22 @@ class ProcessProgress:
     is_saving: bool = False
     is_in_backward: bool = False
     has_saved_since_step: bool = False
-    # Loss scale of the gradient scaler at its last step.
+    # The loss scale at the gradient scaler's last step; None without a gradient scaler.
     loss_scale: float | None = None
-    # The step that has begun; None if no step has begun, or if it will not be recorded.
+    # The step that has begun; None if no step has begun, or if the step will not be recorded.
     pending_step: PendingStep | None = None
 
 
 class TorchObserver:
-    """Observes torch in this process, and in the processes that are forked from it.
+    """Observes the script's use of torch, in this process and in those forked from it.
 
     Args:
-        torch: The torch module of the script.
+        torch: The torch module that the script has imported.
         trace: The trace of this process.
-        files: Receives the paths of checkpoints that are saved.
+        files: Receives the paths to which checkpoints are saved.
         injector: Injects the fault of this attempt.
-        shield: Runs our code without disturbing the script.
-        imports: Reports when the script imports a module.
+        shield: Runs the observer's code without disturbing the script.
+        imports: Runs actions when the script imports a module.
     """
 
     def __init__(
@@ -116,22 +116,22 @@ class TorchObserver:
         self._recorder = StepRecorder(torch, digests)
         self._models = TrainedModels(torch, digests)
         self._progress = ProcessProgress()
-        # Handles of the two hooks of each root module.
+        # The handles of the two hooks of each root module.
         self._hook_handles: Any = weakref.WeakKeyDictionary()
         _observer = self
 
     def restart(self) -> None:
-        """Forget what was observed. Called in a process that was just forked."""
+        """Forget all observations. This method is called in a newly forked process."""
         self._recorder.restart()
         self._models.restart()
         self._progress = ProcessProgress()
 
     def install(self) -> None:
-        """Install the hooks in torch, and in some modules once they are imported."""
-        # Otherwise MKL might compute slightly different values in one of the runs.
+        """Install the hooks in torch, and in some other modules once they are imported."""
+        # Without this call, MKL might compute slightly different values in one of the runs.
         self._shield.run(settle_vector_functions, self._torch)
         self._imports.when_imported("torch.optim.optimizer", self._hook_optimizers)
-        # The functions to replace and the methods that wrap them, by module.
+        # By module, the names of the functions to replace and the methods that wrap them.
         replacements: dict[str, dict[str, Callable[..., Any]]] = {
             "torch.autograd": {"backward": self._backward, "grad": self._grad},
             "torch.jit": {"script": self._call_without_hooks},
@@ -148,7 +148,12 @@ class TorchObserver:
     # --- installing hooks -----------------------------------------------------------------------
 
     def _replace_functions(self, wrappers: dict[str, Callable[..., Any]], module: Any) -> None:
-        """Replace functions of a module, and methods of its classes, with wrappers."""
+        """Replace functions of a module, and methods of its classes, with their wrappers.
+
+        Args:
+            wrappers: The wrappers by name. The name of a method is ``Class.method``.
+            module: The module that was imported.
+        """
         for path, wrapper in wrappers.items():
             class_name, _, name = path.rpartition(".")
             owner = getattr(module, class_name) if class_name else module
@@ -161,7 +166,7 @@ class TorchObserver:
     ) -> Callable[..., Any]:
         """Return a function that calls `wrapper` with the original function as first argument.
 
-        While torch compiles, the original function is called directly.
+        While torch compiles, the returned function calls the original function directly.
         """
         is_compiling = self._torch.compiler.is_dynamo_compiling
 
@@ -181,7 +186,8 @@ class TorchObserver:
         module.register_optimizer_step_post_hook(partial(run, self._end_step))
 
     def _hook_model(self, root: Any) -> None:
-        # Our hooks run before the script's hooks, so that they record the inputs as passed.
+        # Prepending makes these hooks run before the script's hooks, so that they record the inputs
+        # as the script passed them.
         before = root.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
         after = root.register_forward_hook(_after_forward, prepend=True)
         self._hook_handles[root] = (before, after)
@@ -191,6 +197,7 @@ class TorchObserver:
     def _make_optimizer(
         self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
+        # Wraps `Optimizer.__init__`.
         original(optimizer, *args, **kwargs)
         self._shield.run(self._hook_models_of, optimizer)
 
@@ -200,8 +207,9 @@ class TorchObserver:
                 self._hook_model(root)
 
     def _load_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        # Wraps the `__next__` method of loader iterators.
         batch = original(iterator)
-        # A call without gradients is an evaluation.
+        # A batch that is loaded while gradients are disabled is for an evaluation.
         if not self._torch.is_grad_enabled():
             return batch
         steps = self._trace.steps_made
@@ -213,14 +221,15 @@ class TorchObserver:
         return batch
 
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Record the inputs of a model that is being trained.
+        """Record the inputs of a model that is being trained, and inject a fault that is due now.
 
         Returns:
-            The inputs to use instead, or None to leave them unchanged.
+            The positional and keyword arguments to pass to the model, or None to leave them
+                unchanged.
         """
         torch = self._torch
         is_training = module.training and torch.is_grad_enabled()
-        # A copy of a model also has our hooks, but it is not the trained model.
+        # A copy of a model also has these hooks, but it is not the model that is trained.
         if not is_training or module not in self._hook_handles:
             return None
         if torch.compiler.is_dynamo_compiling():
@@ -240,14 +249,14 @@ class TorchObserver:
             self._recorder.end_call(module, output)
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `torch.autograd.grad`: inject a fault that is due now, but record no loss."""
+        """Wrap `torch.autograd.grad`: inject a fault that is due now, but do not record a loss."""
         if not self._progress.is_in_backward:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap `torch.autograd.backward`: record the loss, and inject a fault that is due now."""
-        # Activation checkpointing calls backward from within backward.
+        # Activation checkpointing may call backward within backward. Observe only the outer call.
         if self._progress.is_in_backward:
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
@@ -266,6 +275,7 @@ class TorchObserver:
     def _step_scaler(
         self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        # Wraps `GradScaler.step`.
         self._progress.loss_scale = self._shield.run(scaler.get_scale)
         return original(scaler, *args, **kwargs)
 
@@ -275,7 +285,8 @@ class TorchObserver:
         """Record the state before an optimizer step, and inject a fault that is due now."""
         self._progress.pending_step = None
         has_closure = any(callable(value) for value in (*args, *kwargs.values()))
-        # With a closure, the gradients do not exist yet: the closure computes them in the step.
+        # With a closure, the gradients do not exist yet, because the step calls the closure to
+        # compute them.
         if not has_closure and self._only_creates_state(optimizer):
             return
         step = PendingStep(settings=describe_settings(optimizer))
@@ -284,11 +295,12 @@ class TorchObserver:
         if not self._models.has_stepped(optimizer):
             step.before = self._models.state_before_first_step(optimizer)
         if self._progress.has_saved_since_step:
-            # A restart may resume here, and scripts may change weights between steps.
+            # A restart may resume at this step, and the script may have changed weights since the
+            # last step.
             step.weights_at_begin = self._models.weights(optimizer)
 
     def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Record the step that `_begin_step` has begun, and inject a fault that is due now."""
+        """Record the pending step from `_begin_step`, and inject a fault that is due now."""
         step = self._progress.pending_step
         if step is None:
             return
@@ -314,9 +326,9 @@ class TorchObserver:
             reseed(self._torch, reseeded)
 
     def _only_creates_state(self, optimizer: Any) -> bool:
-        """Return whether a step will only create optimizer state and change no weights.
+        """Return whether a step only creates optimizer state, without changing any weights.
 
-        Some libraries make such a step before they load the optimizer's state.
+        Some libraries perform such a step before they load the optimizer's state.
         """
         if self._recorder.has_backward:
             return False
@@ -334,6 +346,7 @@ class TorchObserver:
     # --- evaluations and saves ------------------------------------------------------------------
 
     def _evaluate(self, original: Callable[..., Any], module: Any) -> Any:
+        # Wraps `Module.eval`. A call before the first step does not count as an evaluation.
         if self._trace.steps_made > 0:
             self._progress.evaluations += 1
             self._shield.run(self._trace.write, "eval")
@@ -341,9 +354,12 @@ class TorchObserver:
         return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap a function that saves: record the save, and inject faults before and after it."""
+        """Wrap a function that saves a checkpoint: record the save, and inject a fault that is due.
+
+        A fault may be due before the save or after it.
+        """
         arguments = [*args, *kwargs.values()]
-        # Pickling a tensor also calls `torch.save`, with the tensor's storage.
+        # Pickling a tensor calls `torch.save` with the tensor's storage, which is not a checkpoint.
         is_pickling = self._torch.is_storage(arguments[0])
         if self._progress.is_saving or self._trace.steps_made == 0 or is_pickling:
             return original(*args, **kwargs)
@@ -357,10 +373,10 @@ class TorchObserver:
             result = self._call_without_hooks(original, *args, **kwargs)
         finally:
             self._progress.is_saving = False
-            # A save to a buffer has not ended yet: the script writes the buffer to a file later.
+            # A save to a buffer is not complete yet: the script writes the buffer to a file later.
             if not buffers:
                 self._injector.save_ends()
-        # A guard's saver returns a checkpoint, which has a path.
+        # A guard's saver receives no path, but the checkpoint entry that it returns has one.
         arguments.append(getattr(result, "path", None))
         in_thread = threading.current_thread() is not threading.main_thread()
         self._shield.run(self._record_save, arguments, in_thread=in_thread)
@@ -368,11 +384,11 @@ class TorchObserver:
         return result
 
     def _call_without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function while our hooks are removed from all models.
+        """Call a function with the observer's hooks temporarily removed from all models.
 
-        The hooks must not become part of a model that is pickled or scripted. During a call in a
-        background thread, however, the hooks remain, because the training loop continues and must
-        be observed.
+        The hooks must not become part of a model that is pickled or scripted. In a background
+        thread, however, the hooks remain in place, because the training loop continues during the
+        call and must be observed.
         """
         if threading.current_thread() is not threading.main_thread():
             return original(*args, **kwargs)
@@ -386,19 +402,20 @@ class TorchObserver:
                 self._hook_model(root)
 
     def _record_save(self, arguments: Sequence[Any], *, in_thread: bool) -> None:
-        """Record a save.
+        """Record a save in the trace.
 
         Args:
-            arguments: The arguments of the function that saved. The first one is the saved object;
-                a path or file may follow.
-            in_thread: Whether the save ran in a thread while training continued.
+            arguments: The arguments of the function that saved. The first argument is usually the
+                saved object; a path or file may follow.
+            in_thread: Whether the save ran in a background thread while training continued.
         """
         checkpoint = arguments[0]
         entries = {}
         if not _is_destination(checkpoint):
             entries = self._digests.entries(checkpoint)
         path = _find_path(arguments)
-        # For a save in a thread, optimizers may have stepped since the state was copied.
+        # During a save in a background thread, optimizers may have stepped since the state was
+        # copied, so their current states are not the saved ones.
         states = [] if in_thread else self._models.saved_states()
         if path is not None:
             self._files.note_save(path)
@@ -413,7 +430,7 @@ class TorchObserver:
 
 
 def describe_settings(optimizer: Any) -> str:
-    """Return the compared settings of each parameter group, such as ``"lr=0.1 momentum=0.9"``."""
+    """Return each parameter group's `COMPARED_SETTINGS`, such as ``"lr=0.1 momentum=0.9"``."""
     groups = []
     for group in optimizer.param_groups:
         settings = [f"{name}={group[name]}" for name in COMPARED_SETTINGS if name in group]
@@ -422,14 +439,14 @@ def describe_settings(optimizer: Any) -> str:
 
 
 def _is_destination(value: Any) -> bool:
-    """Return whether the first argument of a save is its destination rather than its content."""
+    """Return whether the first argument of a save is its destination, not the saved object."""
     if isinstance(value, (str, os.PathLike)):
         return True
     return type(value).__module__.startswith("holdfast.")
 
 
 def _find_path(arguments: Sequence[Any]) -> str | None:
-    """Return the real path of the first argument that is a path or a file with a name."""
+    """Return the real path of the first argument that is a path or a named file, or None."""
     for argument in arguments:
         place = argument
         if hasattr(argument, "write"):
@@ -440,7 +457,7 @@ def _find_path(arguments: Sequence[Any]) -> str | None:
 
 
 def _saved_bytes(path: str | None, arguments: Sequence[Any]) -> int:
-    """Return the size of the largest file of a save, or of its buffers if it has no path."""
+    """Return the size of the largest saved file or, without a file, of the buffers saved to."""
     if path is not None:
         files = [file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()]
         if files:

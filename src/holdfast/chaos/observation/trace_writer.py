@@ -14,9 +14,9 @@ from typing import Any
 
 
 class TraceWriter:
-    """Writes the trace of this process, and counts the steps of the process.
+    """Writes the trace of this process, and keeps count of the process's steps.
 
-    Each line is written immediately, so that it survives SIGKILL. The file does not stay open,
+    Each line is written immediately, so that it survives SIGKILL. The file is not kept open,
     because the script may close all descriptors.
 
     Args:
@@ -28,8 +28,8 @@ class TraceWriter:
         self.restart()
 
     def restart(self) -> None:
-        """Start a new trace file. Called in a process that was just forked."""
-        # None until the first line is written.
+        """Start a new trace file. This method is called in a newly forked process."""
+        # The trace file; None until the first line is written.
         self._path: Path | None = None
         self.steps_made = 0
 
@@ -38,7 +38,7 @@ class TraceWriter:
 
         Args:
             kind: ``"step"``, ``"save"`` or a kind of `trace.TraceEvent`.
-            facts: The fields of the record, except those that every line has.
+            facts: The fields of the record, except those that are common to all lines.
         """
         if self._path is None:
             self._path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
@@ -48,7 +48,7 @@ class TraceWriter:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of Python and torch. torch's is empty until torch is imported."""
+    """Return the versions of Python and torch; empty for torch if it is not imported yet."""
     torch = sys.modules.get("torch")
     return {
         "Python": platform.python_version(),
@@ -57,7 +57,7 @@ def read_versions() -> dict[str, str]:
 
 
 def _append_unlimited(path: Path, line: bytes) -> None:
-    """Append a line to a trace with one system call, even if a fault limits the size of files."""
+    """Append a line to a trace in one system call, even while a fault limits the size of files."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))

@@ -1,4 +1,4 @@
-"""Compute digests of a training run's state: weights and buffers of models, and optimizers."""
+"""Compute digests of the training state: the models' weights and buffers, and the optimizers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from holdfast.chaos.observation.digests import DigestMaker
 from holdfast.chaos.trace import ModelState, SavedState
 
-# Size of the sample of the weights, which is used to find the nearest of several states: the first
-# numbers of the first parameters. A few are enough, because a step changes nearly all weights.
+# A sample of the weights is used to find the nearest of several states. It consists of the first
+# few values of each of the first few parameters. This is enough, because a step changes nearly all
+# weights.
 SAMPLED_PARAMETERS = 8
 NUMBERS_PER_PARAMETER = 4
 
@@ -20,8 +21,8 @@ class TrainedModels:
     """Tracks the optimizers of a process and the models that they train.
 
     Args:
-        torch: The torch module of the script.
-        digests: Computes digests.
+        torch: The torch module that the script has imported.
+        digests: The object that computes digests.
     """
 
     def __init__(self, torch: Any, digests: DigestMaker) -> None:
@@ -33,14 +34,14 @@ class TrainedModels:
         self.restart()
 
     def restart(self) -> None:
-        """Forget which optimizers have stepped. Called in a process that was just forked."""
+        """Forget which optimizers have stepped. This method is called in a newly forked process."""
         # Weak references to the root modules of each optimizer that has stepped, by the optimizer's
-        # identity, in the order of first steps.
+        # ``id()``, in the order in which the optimizers first stepped.
         self._roots: dict[int, list[Any]] = {}
         # Weak references to these optimizers, in the same order.
         self._stepped: list[Any] = []
-        # Digest of the buffers of each root module before its first call, by the module's identity.
-        # The start state of an attempt is compared, but the first call may change the buffers.
+        # The digest of each root module's buffers before its first call, by the module's ``id()``.
+        # The start state of an attempt is compared, and a call may change the buffers.
         self._initial_buffers: dict[int, str] = {}
 
     def add_optimizer(self, optimizer: Any) -> list[Any]:
@@ -49,16 +50,19 @@ class TrainedModels:
         return find_root_modules(self._torch, optimizer)
 
     def note_call(self, module: Any) -> None:
-        """Record the buffers of a root module, if this is its first call."""
+        """Record a root module's buffers just before its first call. Later calls are ignored."""
         if id(module) not in self._initial_buffers:
             self._initial_buffers[id(module)] = self._digests.tensors(module.named_buffers())
 
     def has_stepped(self, optimizer: Any) -> bool:
-        """Return whether this optimizer has made a step in this process."""
+        """Return whether an optimizer has already stepped in this process."""
         return id(optimizer) in self._roots
 
     def state_before_first_step(self, optimizer: Any) -> ModelState:
-        """Return the state of an optimizer and its models before the optimizer's first step."""
+        """Return the state of an optimizer and its models just before the optimizer's first step.
+
+        From then on, the optimizer counts as one that has stepped.
+        """
         roots, parameters = self._trained_by(optimizer)
         buffers = [self._initial_buffers.get(id(root)) for root in roots]
         self._stepped.append(weakref.ref(optimizer))
@@ -67,7 +71,7 @@ class TrainedModels:
         return replace(state, optimizer=digests["optimizer"], parameters=digests["parameters"])
 
     def state(self, optimizer: Any) -> ModelState:
-        """Return the state of the models that an optimizer trains, without the optimizer's."""
+        """Return the state of the models that an optimizer trains, without the optimizer state."""
         roots, parameters = self._trained_by(optimizer)
         return self._model_state(roots, parameters, self._buffers(roots))
 
@@ -77,11 +81,11 @@ class TrainedModels:
         return self._digests.tensors(parameters)
 
     def index(self, optimizer: Any) -> int:
-        """Return the index of an optimizer in the order of first steps."""
+        """Return the index of an optimizer in the order in which optimizers first stepped."""
         return list(self._roots).index(id(optimizer))
 
     def saved_states(self) -> list[SavedState | None]:
-        """Return the state of each optimizer that has stepped; None for a deleted optimizer."""
+        """Return the state of each optimizer that has stepped, or None for a deleted optimizer."""
         states: list[SavedState | None] = []
         for reference in self._stepped:
             optimizer = reference()
@@ -101,10 +105,10 @@ class TrainedModels:
         parameters: list[tuple[str, Any]],
         buffers: list[str | None],
     ) -> ModelState:
-        """Return the state of some models.
+        """Return the state of the models with the given root modules.
 
         Args:
-            roots: The root modules; empty if the script has none.
+            roots: The root modules; empty if the script has no modules.
             parameters: The trained parameters, with their names.
             buffers: The digest of each root module's buffers; None if unknown.
         """
@@ -123,11 +127,11 @@ class TrainedModels:
         )
 
     def _trained_by(self, optimizer: Any) -> tuple[list[Any], list[tuple[str, Any]]]:
-        """Return the root modules that an optimizer trains, and their trained parameters by name.
+        """Return the root modules that an optimizer trains, and their named trained parameters.
 
         Parameters that no optimizer trains are excluded, because they may change after the step, as
-        a weight average does. If the script has no module, the optimizer's own parameters are
-        returned, named by their position.
+        a moving average of the weights does. If the script has no modules, the optimizer's own
+        parameters are returned, named by their positions.
         """
         roots = self._root_modules(optimizer)
         trained = self._trained_parameters()
@@ -146,7 +150,7 @@ class TrainedModels:
         return roots, parameters
 
     def _root_modules(self, optimizer: Any) -> list[Any]:
-        """Return the root modules of an optimizer; search again if one of them no longer exists."""
+        """Return an optimizer's root modules. Search again if a stored module no longer exists."""
         references = self._roots.get(id(optimizer))
         if references is not None:
             roots = [reference() for reference in references]
@@ -157,7 +161,7 @@ class TrainedModels:
         return roots
 
     def _trained_parameters(self) -> set[int]:
-        """Return the identities of the parameters of all existing optimizers."""
+        """Return the ``id()`` of each parameter of all optimizers that still exist."""
         return {
             id(parameter)
             for reference in self._created
@@ -169,7 +173,7 @@ class TrainedModels:
 def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
     """Return the outermost modules that contain a parameter of an optimizer, in a stable order.
 
-    All objects that the garbage collector tracks are searched.
+    The modules are found among all objects that the garbage collector tracks.
     """
     modules = [
         candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.nn.Module)
@@ -185,7 +189,7 @@ def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
             continue
         if any(id(parameter) in wanted for parameter in module.parameters()):
             roots.append(module)
-    # Sort by names, because the garbage collector's order differs between runs.
+    # Sort by names, because the order of the garbage collector's objects differs between runs.
     return sorted(
         roots,
         key=lambda root: (type(root).__name__, [name for name, _ in root.named_parameters()]),
@@ -193,7 +197,7 @@ def find_root_modules(torch: Any, optimizer: Any) -> list[Any]:
 
 
 def first_numbers(parameter: Any) -> list[float]:
-    """Return the first numbers of a parameter, or of its local shard if it is a `DTensor`."""
+    """Return the first few values of a parameter, or of its local shard if it is a `DTensor`."""
     local = getattr(parameter, "_local_tensor", parameter)
     flat = local.detach().reshape(-1)
     numbers: list[float] = flat[:NUMBERS_PER_PARAMETER].double().tolist()

@@ -1,7 +1,7 @@
-"""The base class of all kinds of events, and the table of kinds.
+"""The base class of all kinds of events, and the registry of these kinds.
 
 The kinds themselves are in ``decisions``, ``run_events`` (training) and ``process_events``
-(processes). An `Event` (in ``event``) combines the data of one kind with a step and a time.
+(processes). An `Event` (in ``event``) combines the data of one event with its step and time.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
 
-# All event classes by kind, for the modules imported so far. `event.event_kinds` imports the rest.
+# The event classes in all modules that have been imported so far, by kind. `event.event_kinds`
+# imports the remaining modules.
 KINDS: dict[str, type[EventData]] = {}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class EventData:
-    """The content of one kind of event.
+    """The data of an event; each kind of event is a subclass.
 
-    A subclass declares its facts as annotated fields, which become keyword arguments, and returns a
-    sentence about them from ``__str__``. The subclass is registered in `KINDS` under its `kind`,
-    which by default is the name of the class in snake case, such as ``"roll_back"``. A base class
-    of several kinds sets `kind` to an empty string and is not registered.
+    A subclass declares the facts about an event as annotated fields, which become keyword
+    arguments of its constructor, and its ``__str__`` returns a sentence about them. The subclass is
+    registered in `KINDS` under its `kind`, which by default is the class name in snake case, such
+    as ``"roll_back"``. A base class of several kinds sets `kind` to an empty string and is not
+    registered.
 
     Instances behave like frozen dataclasses. The methods that `dataclass` would generate are
-    written once here, because generating them for 100 classes takes ten times as long. Defaults
-    must be immutable, since all instances share them.
+    written once here, because generating them for 100 classes would take ten times as long. Default
+    values must be immutable, since all instances share them.
     """
 
     kind: ClassVar[str] = ""
@@ -52,20 +54,20 @@ class EventData:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Create the data from recorded facts; facts that this class does not know are ignored.
+        """Create an instance from recorded facts, ignoring facts that are not fields of the class.
 
         Raises:
-            TypeError: If a fact without a default is missing.
+            TypeError: If the value of a field without a default is missing.
         """
         names = {field.name for field in _fields(cls)}
         return cls(**{name: value for name, value in facts.items() if name in names})
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the values of the fields by name, for serialization as JSON."""
         return asdict(self)  # type: ignore[call-overload, no-any-return] # subclasses are dataclasses
 
     def __str__(self) -> str:
-        """Return a sentence about what happened, without the step and the time."""
+        """Return a sentence that describes the event, without its step and time."""
         return key_value_text(self.kind, self.facts())
 
     def __repr__(self) -> str:
@@ -83,9 +85,9 @@ class EventData:
 
 
 class WithReason(EventData):
-    """Base of kinds whose sentence is "`summary`: `why`".
+    """Base class of the kinds of events that are described as "`summary`: `why`".
 
-    A kind that has its own ``__str__`` needs no `summary`.
+    A subclass that overrides ``__str__`` needs no `summary`.
     """
 
     kind: ClassVar[str] = ""
@@ -97,9 +99,9 @@ class WithReason(EventData):
 
 
 class Failed(EventData):
-    """Base of kinds whose sentence is "`summary`: `error`".
+    """Base class of the kinds of events that are described as "`summary`: `error`".
 
-    A kind that has its own ``__str__`` needs no `summary`.
+    A subclass that overrides ``__str__`` needs no `summary`.
     """
 
     kind: ClassVar[str] = ""
@@ -111,7 +113,7 @@ class Failed(EventData):
 
 
 def key_value_text(kind: str, facts: Mapping[str, Any]) -> str:
-    """Return ``kind: key=value, ...``, which replaces the sentence of an event that has none."""
+    """Describe an event as ``kind: key=value, ...``, for events without a sentence of their own."""
     pairs = [f"{key}={value!r}" for key, value in facts.items() if value is not None]
     if not pairs:
         return kind
@@ -123,5 +125,5 @@ def _fields(data_class: type[EventData]) -> tuple[Field[Any], ...]:
 
 
 def _snake_case(name: str) -> str:
-    """Return ``"roll_back"`` for ``"RollBack"``."""
+    """Convert a class name to snake case, for example ``"RollBack"`` to ``"roll_back"``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

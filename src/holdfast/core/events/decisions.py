@@ -14,8 +14,8 @@ from holdfast.core.text import counted, listed
 class Decision(EventData):
     """A proposed response to a failure.
 
-    `reason` is prose for people. `promise` says how the run's results will compare to those of an
-    undisturbed run.
+    `reason` is an explanation for people to read. `promise` says how the run's results will compare
+    with those of an undisturbed run.
     """
 
     kind: ClassVar[str] = ""
@@ -24,16 +24,16 @@ class Decision(EventData):
 
 
 class Retry(Decision):
-    """Run the same attempt again after freeing memory."""
+    """Repeat the attempt at this step after freeing memory."""
 
     def __str__(self) -> str:
         return f"retrying the step: {self.reason} ({self.promise})"
 
 
 class Recompute(Decision):
-    """Run the attempt again with activation checkpointing of these modules.
+    """Repeat the attempt at this step with activation checkpointing of `modules`.
 
-    An empty tuple switches activation checkpointing off.
+    If `modules` is empty, activation checkpointing is switched off.
     """
 
     modules: tuple[str, ...]
@@ -48,7 +48,7 @@ class Recompute(Decision):
 
 
 class Split(Decision):
-    """Run the attempt again, with `micro_batch_size` samples per forward/backward pass."""
+    """Repeat the attempt at this step with `micro_batch_size` samples per forward/backward pass."""
 
     micro_batch_size: int
 
@@ -58,7 +58,7 @@ class Split(Decision):
 
 
 class Grow(Decision):
-    """From the next step on, try more samples per forward/backward pass.
+    """Try more samples per forward/backward pass, starting with the next step.
 
     A `micro_batch_size` of None means the whole batch.
     """
@@ -73,9 +73,9 @@ class Grow(Decision):
 
 
 class SkipStep(Decision):
-    """Skip this batch and restore the state from before it.
+    """Skip this batch and restore the state before it.
 
-    `epoch` and `batch` identify the batch; both are None if the guard does not count batches.
+    `epoch` and `batch` identify the batch. Both are None if the guard does not count batches.
     """
 
     epoch: int | None = None
@@ -89,9 +89,10 @@ class SkipStep(Decision):
 
 
 class RollBack(Decision):
-    """Return to the last good state.
+    """Restore the last good state.
 
-    If `rewind_data` is true, the batches since then are replayed; otherwise they are skipped.
+    If `rewind_data` is true, the batches since that state are replayed. Otherwise, they are
+    skipped.
     """
 
     rewind_data: bool
@@ -109,7 +110,7 @@ class RollBack(Decision):
 
 
 class Stop(Decision):
-    """End the run, because no remedy is left. `rule` is the rule id of the error to raise."""
+    """End the run because no remedy is left. `rule` is the rule id of the error to raise."""
 
     epoch: int | None = None
     batch: int | None = None
@@ -126,7 +127,7 @@ class Stop(Decision):
 
 
 def name_of_batch(epoch: int | None, batch: int) -> str:
-    """Return "batch 7 of epoch 2", or "batch 7" if the epoch is not known."""
+    """Return a name such as "batch 7 of epoch 2", or "batch 7" if the epoch is unknown."""
     if epoch is None:
         return f"batch {batch}"
     return f"batch {batch} of epoch {epoch}"

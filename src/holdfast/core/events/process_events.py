@@ -1,7 +1,8 @@
 """Events about processes, recorded by the supervisor, its watchdog and each process's observer.
 
 In all of these events, `attempt` counts from 0, `step` is the current step of the process that the
-event is about, and `why` is prose for people. Events in a training loop are in ``run_events``.
+event is about, and `why` is an explanation for people to read. Events in a training loop are in
+``run_events``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class AttemptEnded(EventData):
 
     `status` is the exit code of the command, or the negative number of the signal that killed it.
     `signal_sent_by_us` is the last signal that the supervisor sent to the command, and `asked_by`
-    is the signal that asked the supervisor to stop.
+    is the signal with which the supervisor was asked to stop.
     """
 
     attempt: int
@@ -58,8 +59,9 @@ class AttemptEnded(EventData):
 class ProcessEnded(EventData):
     """A process ended.
 
-    `status` is its exit code, or the negative number of the signal that killed it. `oom_kills` is
-    the number of processes that the kernel killed for lack of memory during the attempt.
+    `status` is the exit code, or the negative number of the signal that killed the process.
+    `oom_kills` is the number of processes that the kernel killed during the attempt because memory
+    ran out.
     """
 
     pid: int
@@ -71,7 +73,7 @@ class ProcessEnded(EventData):
 
 
 class Restart(EventData):
-    """The supervisor will restart the command; `changes` are new environment variables for it."""
+    """The supervisor will restart the command, with the environment variables in `changes` set."""
 
     attempt: int
     cause: str
@@ -89,13 +91,13 @@ class Restart(EventData):
 
 
 class Stopped(WithReason):
-    """The supervisor ended. `why` says why it did not restart the command."""
+    """The supervisor exits. `why` says why it does not restart the command."""
 
     summary = "supervisor ended"
 
 
 class Signal(EventData):
-    """The supervisor received a signal and passed it on."""
+    """The supervisor received a signal and passed it on to the command."""
 
     number: int
 
@@ -106,8 +108,8 @@ class Signal(EventData):
 class VerdictReached(EventData):
     """The supervisor determined why an attempt ended.
 
-    `verdict` is the content of ``verdict.json``, which is recorded here too, because that file
-    cannot be written if the disk is full.
+    `verdict` is the content of ``verdict.json``. It is also recorded here, because that file cannot
+    be written if the disk is full.
     """
 
     kind: ClassVar[str] = "verdict"
@@ -120,7 +122,7 @@ class VerdictReached(EventData):
 
 
 class NotWritten(EventData):
-    """A file of the run directory could not be written."""
+    """A file in the run directory could not be written."""
 
     file: str
     error: str
@@ -130,13 +132,13 @@ class NotWritten(EventData):
 
 
 class OutputLost(Failed):
-    """The supervisor can no longer record the output of the command."""
+    """The supervisor can no longer record the command's output."""
 
     summary = "the output of the command is no longer recorded"
 
 
 class Leftovers(EventData):
-    """The command left processes behind when it ended. The supervisor kills them."""
+    """The command left processes behind when it ended, and the supervisor kills these processes."""
 
     pids: tuple[int, ...]
 
@@ -145,7 +147,7 @@ class Leftovers(EventData):
 
 
 class NotKillable(EventData):
-    """Some processes could not be killed, because they are stuck in the kernel."""
+    """Some processes could not be killed because they are stuck in the kernel."""
 
     pids: tuple[int, ...]
 
@@ -154,7 +156,7 @@ class NotKillable(EventData):
 
 
 class EndedElsewhere(WithReason):
-    """Another host of the same training run has ended the attempt."""
+    """Another host that takes part in the training run has ended the attempt."""
 
     summary = "another host ended the attempt"
 
@@ -163,7 +165,7 @@ class EndedElsewhere(WithReason):
 
 
 class HangSuspected(EventData):
-    """A process has been in one phase for longer than the phase's limit. Both are in seconds."""
+    """A process has been in the same phase for `seconds`, which exceeds the phase's `limit`."""
 
     pid: int
     rank: int | None
@@ -182,10 +184,11 @@ class HangSuspected(EventData):
 class Hang(HangSuspected):
     """A process hangs.
 
-    `hang_kind` and `signature` classify the hang. `blamed_pid` is the process that causes it, such
-    as a worker or another rank, and `frame` is that process's innermost frame of user code, or an
-    empty string. `odd_one_out` is the rank that the other ranks wait for. `remedy` is a remedy of
-    ``explain.hangs.blame``. `files` are the files with the stack traces.
+    `hang_kind` and `signature` classify the hang. `blamed_pid` is the process that causes the hang,
+    such as a worker or another rank, and `frame` is the innermost frame of user code in that
+    process, or an empty string. `odd_one_out` is the rank that the other ranks are waiting for.
+    `remedy` is one of the remedies in ``explain.hangs.blame``. `files` are the files that contain
+    the stack traces.
     """
 
     hang_kind: str
@@ -204,7 +207,7 @@ class Hang(HangSuspected):
 
 
 class HangOver(EventData):
-    """A hang is over: the process makes progress again, or has ended."""
+    """A hang is over: the process is making progress again, or it has ended."""
 
     pid: int
     phase: str
@@ -216,7 +219,7 @@ class HangOver(EventData):
 
 
 class Stacks(EventData):
-    """Stack traces of a process were written to files of the run directory."""
+    """The stack traces of a process were written to files in the run directory."""
 
     pid: int
     files: tuple[str, ...]
@@ -230,7 +233,7 @@ class Stacks(EventData):
 
 
 class ProcessStopped(EventData):
-    """A signal stopped a process."""
+    """A process was stopped by a signal, such as SIGSTOP."""
 
     pid: int
     rank: int | None
@@ -242,7 +245,7 @@ class ProcessStopped(EventData):
 
 
 class ProcessContinued(EventData):
-    """A process that a signal had stopped continues."""
+    """A process that was stopped by a signal has continued."""
 
     pid: int
     step: int
@@ -253,7 +256,7 @@ class ProcessContinued(EventData):
 
 
 class WatchdogSuspended(EventData):
-    """The machine was suspended. The time of the suspension does not count toward any limit."""
+    """The machine was suspended. The suspended time does not count toward the limits for hangs."""
 
     seconds: float
 
@@ -265,9 +268,9 @@ class WatchdogSuspended(EventData):
 
 
 class WatchingFailed(EventData):
-    """A part of the supervisor (`what`) failed: the watchdog, the verdict or a process watcher.
+    """A component of the supervisor failed: the watchdog, the verdict or a process watcher.
 
-    A process watcher that fails is switched off.
+    `what` names the component. A process watcher that fails is switched off.
     """
 
     what: str
@@ -278,10 +281,10 @@ class WatchingFailed(EventData):
 
 
 class MemoryTrend(EventData):
-    """A process's memory grows from step to step, or has stopped growing (0 bytes per step).
+    """A process's memory use grows from step to step, or has stopped growing (0 bytes per step).
 
-    `what` is ``"host"`` or the name of a device, `between` is a confidence interval for the bytes
-    per step, and `minutes_left` is the time until memory runs out at this rate.
+    `what` is ``"host"`` or the name of a device, `between` is a confidence interval for
+    `bytes_per_step`, and `minutes_left` is the time until memory runs out at this rate.
     """
 
     pid: int
@@ -311,7 +314,7 @@ class MemoryTrend(EventData):
 
 
 class GuardOpened(EventData):
-    """A guard was created in this process; `path` is the run directory that it records into."""
+    """A guard was created in this process, and records into the run directory `path`."""
 
     kind: ClassVar[str] = "guard"
     path: str
@@ -321,7 +324,7 @@ class GuardOpened(EventData):
 
 
 class TorchImported(EventData):
-    """torch was imported."""
+    """The script imported torch."""
 
     version: str
 
@@ -330,9 +333,9 @@ class TorchImported(EventData):
 
 
 class EnvironmentsImported(EventData):
-    """A package of reinforcement-learning environments was imported.
+    """The script imported a package of reinforcement-learning environments.
 
-    In reinforcement learning, the loss may say nothing about progress.
+    In reinforcement learning, the loss may not indicate how training progresses.
     """
 
     package: str
@@ -342,9 +345,9 @@ class EnvironmentsImported(EventData):
 
 
 class ExceptionRaised(EventData):
-    """An exception ended a thread, or the whole process if `fatal`.
+    """An exception ended a thread or, if `fatal` is true, the whole process.
 
-    The other fields describe the exception, as `raised.describe_exception` returns them.
+    `type`, `message`, `frames` and `chain` are from `raised.describe_exception`.
     """
 
     kind: ClassVar[str] = "exception"
@@ -363,8 +366,8 @@ class ExceptionRaised(EventData):
 class Exiting(EventData):
     """The process exits.
 
-    `how` is ``"returned"``, ``"sys.exit"`` or ``"exception"``. `said` is the message that was
-    passed to `sys.exit`.
+    `how` is ``"returned"``, ``"sys.exit"`` or ``"exception"``. `said` is the message that the
+    script passed to `sys.exit`.
     """
 
     how: str
@@ -386,7 +389,7 @@ class Exiting(EventData):
 
 
 class StepsNotRecorded(Failed):
-    """The steps of this process are not recorded, so it has no training curves."""
+    """This process's steps are not recorded, so there are no training curves for it."""
 
     summary = "steps are not recorded"
 
@@ -400,8 +403,8 @@ class ScalarsNotRecorded(Failed):
 class Leak(EventData):
     """Objects or memory accumulate from step to step.
 
-    `what` describes what accumulates, `held_by` is the variable that keeps it alive, and
-    `retained_at` is the source line that does so.
+    `what` describes the objects that accumulate, `held_by` is the variable that keeps them alive,
+    and `retained_at` is the source line that stores them there.
     """
 
     form: str
@@ -426,8 +429,8 @@ class Leak(EventData):
 class LeakTrace(EventData):
     """A search for leaks ended after `steps` steps.
 
-    `request` is the number of the request that started the search. `why` is empty, unless the
-    search was abandoned.
+    `request` is the number of the request that started the search. If the search was abandoned,
+    `why` is the reason. Otherwise, `why` is empty.
     """
 
     found: int
@@ -451,7 +454,7 @@ class LeakTrace(EventData):
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as "SIGTERM"."""
+    """Return the name of a signal, such as "SIGTERM", or "signal N" if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -471,7 +474,7 @@ def _processes(pids: Sequence[int]) -> str:
 
 
 def _end(status: int, oom_kills: int | None) -> str:
-    """Return how a process ended, given its exit code or the negative number of a signal."""
+    """Describe how a process ended, given its exit code or the negative number of a signal."""
     text = f"exit code {status}"
     if status < 0:
         text = f"killed by {signal_name(-status)}"

@@ -1,9 +1,10 @@
 """Events in a training process, recorded by the guard, the loader and the framework integrations.
 
-In all of these events, `why` is prose for people, `error` is the type and message of an exception,
-and `promise` says how the rest of the run compares to an undisturbed run. Steps are optimizer
-steps. The step at which an event happened is not in its fields, because every event is recorded
-with its step. Decisions are in ``decisions``, and events about processes are in ``process_events``.
+In all of these events, `why` is an explanation for people to read, `error` is the type and message
+of an exception, and `promise` says how the rest of the run compares with an undisturbed run. Steps
+are optimizer steps. The step at which an event happened is not one of its fields, because the
+recorder stores it for every event. Decisions are in ``decisions``, and events about processes are
+in ``process_events``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class LoopStarted(EventData):
     """A training loop started.
 
     `by` is ``"guard"`` or the framework that runs the loop. `epoch` and `batches` are the position
-    at which the loop starts. `resume_promise` says how a resumed run will compare to an
-    uninterrupted one.
+    at which the loop starts. `resume_promise` says how a resumed run will compare with an
+    uninterrupted run.
     """
 
     kind: ClassVar[str] = "loop"
@@ -58,10 +59,10 @@ class LoopStarted(EventData):
 class EpochEnded(EventData):
     """An epoch ended.
 
-    `epochs` is the number of completed epochs. The other fields are about the last epoch, and
-    `steps` is None if that epoch began before a restart or a rollback. The first 100 epochs are all
-    recorded. A later epoch is recorded only if it is the 1st, 2nd, 4th, 8th, ... whole epoch of its
-    process.
+    `epochs` is the number of completed epochs. The other fields describe the last epoch; `steps` is
+    None if that epoch began before a restart or a rollback. The first 100 epochs are all recorded.
+    A later epoch is recorded only if it is the 1st, 2nd, 4th, 8th, ... epoch that its process
+    completed from start to end.
     """
 
     epochs: int
@@ -82,7 +83,7 @@ class EpochEnded(EventData):
 class Resumed(EventData):
     """The run resumed from a checkpoint, or from a state that a framework loaded.
 
-    `trained_batches` is the number of batches that the run had trained so far, over all epochs.
+    `trained_batches` is the number of batches that the run had trained on so far, over all epochs.
     """
 
     checkpoint: str | None = None
@@ -101,9 +102,9 @@ class Resumed(EventData):
 
 
 class SettingsKept(EventData):
-    """The script configures an optimizer or a scheduler differently from when the run began.
+    """The script now configures an optimizer or a scheduler differently than when the run began.
 
-    The run keeps its original settings.
+    The run keeps its original settings. `changed` lists the settings that are ignored.
     """
 
     changed: tuple[str, ...]
@@ -118,9 +119,9 @@ class SettingsKept(EventData):
 
 
 class GroupsChanged(WithReason):
-    """The script added parameter groups during the run.
+    """The script added parameter groups to an optimizer during the run.
 
-    A restarted script begins without these groups, so the run cannot resume.
+    A restarted script begins without these groups, so it cannot load a checkpoint that has them.
     """
 
     summary = "parameter groups were added during the run"
@@ -132,7 +133,7 @@ class GroupsChanged(WithReason):
 
 
 class PositionNotKept(WithReason):
-    """On at least one rank, a resumed run does not continue at the batch where it stopped."""
+    """On at least one rank, a resumed run does not continue at the batch where it had stopped."""
 
     summary = "the run does not continue at the batch where it was interrupted"
     why: str = (
@@ -143,7 +144,7 @@ class PositionNotKept(WithReason):
 
 
 class ResumeMayDiffer(WithReason):
-    """A resumed run may differ from an uninterrupted one.
+    """If this run is resumed, it may differ from an uninterrupted run.
 
     The batches, their augmentation or the learning rate may be different. `why` is the resume
     promise that still applies.
@@ -153,9 +154,10 @@ class ResumeMayDiffer(WithReason):
 
 
 class OwnStateNotKept(EventData):
-    """The run resumed on a different number of ranks, so per-rank state was not restored.
+    """The run resumed on a different number of ranks, so some per-rank state was not restored.
 
-    `names` are buffers and ``state=`` objects, which now have the values of rank 0 on all ranks.
+    `names` lists the affected buffers and ``state=`` objects. On all ranks, these now have the
+    values of rank 0.
     """
 
     names: tuple[str, ...]
@@ -174,9 +176,9 @@ class OwnStateNotKept(EventData):
 
 
 class StepsLeftBehind(EventData):
-    """A guard resumes at an earlier step than this process had reached with its previous guard.
+    """A guard resumes at an earlier step than the previous guard in this process had reached.
 
-    The previous guard had trained up to `from_step`, and the new one resumes at `to_step`.
+    The previous guard had trained up to `from_step`, and the new guard resumes at `to_step`.
     """
 
     from_step: int
@@ -195,7 +197,7 @@ class StepsLeftBehind(EventData):
 
 
 class BeginsAnew(EventData):
-    """A framework started at step 0, although `though_saved_in` contains checkpoints."""
+    """A framework started at step 0, although the folder `though_saved_in` contains checkpoints."""
 
     though_saved_in: str
 
@@ -223,7 +225,7 @@ class StopRequested(EventData):
 
 
 class SignalLeftAlone(EventData):
-    """A signal of ``Policy.stop_signals`` does not stop the run, because native code handles it."""
+    """A signal in ``Policy.stop_signals`` does not stop the run, because native code handles it."""
 
     signal: str
     why: str = (
@@ -238,8 +240,8 @@ class SignalLeftAlone(EventData):
 class LeftByException(EventData):
     """An exception ended the training loop.
 
-    `exception` is the name of its class, and `rule` is the rule id if holdfast raised it. The other
-    fields describe the exception, as `raised.describe_exception` returns them.
+    `exception` is the name of the exception's class, and `rule` is its rule id if holdfast raised
+    it. The other fields are from `raised.describe_exception`.
     """
 
     exception: str
@@ -256,7 +258,7 @@ class LeftByException(EventData):
 class Closed(EventData):
     """The run was closed.
 
-    A run whose last event is neither this one nor an exception was killed.
+    If the last event of a run is neither `Closed` nor an exception, the run was killed.
     """
 
     how: Literal["finished", "stopped", "left", "failed"]
@@ -272,10 +274,10 @@ class Closed(EventData):
 
 
 class Validated(EventData):
-    """The run was evaluated; `loss` is the evaluation loss, or the value of the metric `name`.
+    """The model was evaluated; `loss` is the evaluation loss or the value of the metric `name`.
 
-    `learning_rate_changed_by` lists the schedulers that reacted to the value. `kept_as` is the
-    checkpoint that was kept because the value is the best so far.
+    `learning_rate_changed_by` lists the schedulers that changed the learning rate because of this
+    value. `kept_as` is the checkpoint that was kept because the value is the best so far.
     """
 
     loss: float
@@ -293,12 +295,12 @@ class Validated(EventData):
 
 
 class RankIsSlow(EventData):
-    """During an epoch, the other ranks waited for one rank, which took longer to reach the loss.
+    """During an epoch, the other ranks waited for a rank that took longer to compute its loss.
 
-    `seconds_a_step` is the slow rank's time per step up to the loss, `of_others` is the median time
-    of the other ranks, and `share` is the waiting time as a share of the epoch. `items_a_step` and
-    `peak_bytes` (since the process started) have one value for each rank. A rank that is slow in
-    its backward pass is not detected.
+    `seconds_a_step` is the slow rank's time per step up to the loss, `of_others` is the median of
+    this time over the other ranks, and `share` is the fraction of the epoch that they spent
+    waiting. `items_a_step` and `peak_bytes` (since the process started) have one value per rank. A
+    rank that is slow in its backward pass is not detected.
     """
 
     rank: int
@@ -318,7 +320,7 @@ class RankIsSlow(EventData):
 
 
 class OwnCollectives(EventData):
-    """The loss or the model issued collectives itself, for the first time in this run.
+    """For the first time in this run, the loss function or the model called collectives itself.
 
     `count` is the number of these collectives.
     """
@@ -338,7 +340,7 @@ class OwnCollectives(EventData):
 class ImageAdded(EventData):
     """An image was written to `path`, which is relative to the run directory.
 
-    `nonfinite` and `outside_0_to_1` are numbers of invalid values in the image.
+    `nonfinite` and `outside_0_to_1` count the invalid values in the image.
     """
 
     tag: str
@@ -366,7 +368,7 @@ class ImageLeftOut(EventData):
 
 
 class RecordingMovedAside(EventData):
-    """A recording could not be continued, so a new one was started.
+    """A recording could not be continued, so a new recording was started.
 
     `what` says where the old recording is.
     """
@@ -378,7 +380,7 @@ class RecordingMovedAside(EventData):
 
 
 class SchedulersWait(EventData):
-    """Some schedulers need a validation loss, but an epoch ended without one."""
+    """An epoch ended without a validation loss, which some schedulers need."""
 
     schedulers: tuple[str, ...]
     fix: str
@@ -394,10 +396,10 @@ class SchedulersWait(EventData):
 
 
 class CheckpointSaved(EventData):
-    """A checkpoint is complete.
+    """A checkpoint was saved completely.
 
-    Saving took `seconds`, of which training waited for `stall_seconds`. `removed` lists older
-    checkpoints that were removed.
+    Saving took `seconds`, and training waited for `stall_seconds` of that time. `removed` lists the
+    older checkpoints that were removed.
     """
 
     checkpoint: str
@@ -426,7 +428,7 @@ class Saved(EventData):
 
 
 class SaveFailed(Failed):
-    """A checkpoint could not be written. Training continues, and older checkpoints are kept."""
+    """A checkpoint could not be saved. Training continues, and older checkpoints are kept."""
 
     checkpoint: str | None = None
     seconds: float | None = None
@@ -439,10 +441,10 @@ class SaveFailed(Failed):
 
 
 class SaveRefused(WithReason):
-    """A state was not saved, or not kept as a checkpoint, because it is bad.
+    """A bad state, for example one with NaN, was not saved or not kept as a checkpoint.
 
-    `kept` is the new name of a checkpoint that was moved aside. `nonfinite` lists some tensors with
-    NaN or Inf, and `count` is the number of all such tensors.
+    `kept` is the new name of a checkpoint that was moved aside. `nonfinite` names some of the
+    tensors that contain NaN or Inf, and `count` is the total number of such tensors.
     """
 
     checkpoint: str | None = None
@@ -455,13 +457,13 @@ class SaveRefused(WithReason):
 
 
 class SavePostponed(WithReason):
-    """A save is postponed until the loss and the gradient norm are back to normal."""
+    """A save was postponed until the loss and the gradient norm are back to normal."""
 
     summary = "save postponed"
 
 
 class SavesSynchronous(WithReason):
-    """From now on, training waits for saves."""
+    """From now on, training waits for each save to complete."""
 
     summary = "training waits for saves from now on"
 
@@ -475,7 +477,7 @@ class PruneFailed(Failed):
 class NotSaved(EventData):
     """The run ended with unsaved steps.
 
-    `error` says why the last save failed. It is None if no save failed.
+    `error` says why the last save failed, or is None if no save failed.
     """
 
     newest_checkpoint: int | None
@@ -497,7 +499,7 @@ class NotSaved(EventData):
 class StepsNotSaved(EventData):
     """The loop was left, or the process ended, without saving the last steps.
 
-    These are the steps `from_step` to `to_step`, inclusive.
+    The unsaved steps are `from_step` to `to_step`, inclusive.
     """
 
     from_step: int
@@ -510,7 +512,7 @@ class StepsNotSaved(EventData):
 
 
 class ChangesNotSaved(WithReason):
-    """The script changed some state that no checkpoint contains."""
+    """The script changed the training state, and no checkpoint contains the changes."""
 
     summary = "changes are in no checkpoint"
 
@@ -526,7 +528,7 @@ class CheckpointDamaged(WithReason):
 
 
 class CheckpointKept(WithReason):
-    """A checkpoint that failed verification was kept, because no other checkpoint is left."""
+    """A checkpoint that failed verification was kept because no other checkpoint is left."""
 
     checkpoint: str
 
@@ -535,7 +537,7 @@ class CheckpointKept(WithReason):
 
 
 class CheckpointInstead(EventData):
-    """`checkpoint` was loaded instead of the checkpoint `of`, which the framework had chosen."""
+    """`checkpoint` was loaded instead of `of`, the checkpoint that the framework had chosen."""
 
     checkpoint: str
     of: str
@@ -564,9 +566,9 @@ class OutOfMemory(Failed):
 
 
 class EvaluationSplit(Failed):
-    """A batch did not fit into memory in `Guard.evaluate_batches`, and is evaluated in parts.
+    """A batch in `Guard.evaluate_batches` did not fit into memory, so it is evaluated in parts.
 
-    Batches with more than `micro_batch_size` samples are evaluated in parts from now on.
+    From now on, every batch with more than `micro_batch_size` samples is evaluated in parts.
     """
 
     batch_size: int
@@ -595,9 +597,10 @@ class StateTaken(Failed):
 class Promises(EventData):
     """The guard determined whether batches may be split for a loss function.
 
-    `split_promise` says how a split step compares to an unsplit one, `weighting` says how the
-    losses of the micro-batches are weighted, and `split_check` has the details of the check.
-    `side_effects` lists state that each forward pass changes, or is None if that was not examined.
+    `split_promise` says how a split step compares with an unsplit step, `weighting` says how the
+    losses of the micro-batches are weighted, and `split_check` contains the details of the check.
+    `side_effects` lists the state that each forward pass changes, or is None if that was not
+    checked.
     """
 
     batch_size: int | None
@@ -622,7 +625,7 @@ class Promises(EventData):
 
 
 class SideEffects(WithReason):
-    """Each forward pass changes attributes that are in no checkpoint."""
+    """Each forward pass changes attributes that no checkpoint contains."""
 
     attributes: tuple[str, ...]
 
@@ -640,9 +643,9 @@ class SplitNotTried(WithReason):
 
 
 class SplitRefused(WithReason):
-    """Batches are not split for this loss function, because that would change training.
+    """Batches are not split for this loss function, because splitting would change training.
 
-    `allow_split_with` is the hazard that the policy would have to allow.
+    `allow_split_with` is the hazard that ``Policy.allow_split_with`` would have to include.
     """
 
     allow_split_with: str
@@ -654,8 +657,8 @@ class SplitRefused(WithReason):
 class SplitStopped(WithReason):
     """Batches are no longer split for this loss function, because a later check failed.
 
-    `equal_until_step` is the last step at which a check passed, or None. Steps that were split
-    after that one may have had a different gradient than the whole batch.
+    `equal_until_step` is the last step at which a check passed, or None. In later steps that were
+    split, the gradient may have differed from that of the whole batch.
     """
 
     allow_split_with: str
@@ -685,7 +688,7 @@ class CannotSplit(WithReason):
 
 
 class RecomputeImpossible(WithReason):
-    """Activation checkpointing cannot save memory: in `modules`, or in any module if empty."""
+    """Activation checkpointing cannot save memory in `modules` or, if empty, in any module."""
 
     modules: tuple[str, ...] = ()
 
@@ -696,7 +699,7 @@ class RecomputeImpossible(WithReason):
 
 
 class NotRestored(EventData):
-    """An attempt was undone, but some of the values it had changed could not be restored."""
+    """An attempt was undone, but some of the values that it had changed could not be restored."""
 
     names: tuple[str, ...]
     promise: Promise = "changes training"
@@ -723,8 +726,9 @@ class OnednnSwitchedOff(EventData):
 class NonfiniteOrigin(EventData):
     """The guard found where NaN or Inf came from.
 
-    `origin` has the fields of `numerics.provenance.Origin`. `bad_samples` are the indices in the
-    batch of the samples that cause it, and `dataset_indices` are their indices in the dataset.
+    `origin` has the fields of `numerics.provenance.Origin`. `bad_samples` contains the batch
+    indices of the samples that cause NaN or Inf, and `dataset_indices` contains the indices of
+    these samples in the dataset.
     """
 
     origin: Mapping[str, Any]
@@ -733,8 +737,8 @@ class NonfiniteOrigin(EventData):
 
     def __str__(self) -> str:
         text = f"origin of NaN or Inf: {self.origin['mechanism']}"
-        # In the other cases, NaN or Inf existed before the step, and the mechanism names the
-        # tensor.
+        # For the other kinds, NaN or Inf existed before the step, and the mechanism names the
+        # tensor that contains it.
         if self.origin["kind"] in ("operation", "finite_overflow"):
             text = f"origin of NaN or Inf: {self._operation()}: {self.origin['mechanism']}"
         if self.bad_samples:
@@ -742,7 +746,7 @@ class NonfiniteOrigin(EventData):
         return text
 
     def _operation(self) -> str:
-        """Return the name of the operation, with its module, source line and pass."""
+        """Describe the operation by its name, module, source line and forward or backward pass."""
         text = str(self.origin["op"])
         if self.origin.get("module"):
             text += f" in {self.origin['module']}"
@@ -752,7 +756,7 @@ class NonfiniteOrigin(EventData):
 
 
 class NonfiniteNotTraced(WithReason):
-    """The replay of a step did not show where NaN or Inf came from."""
+    """A step was replayed, but the replay did not show where NaN or Inf came from."""
 
     summary = "the origin of NaN or Inf was not found"
 
@@ -773,8 +777,8 @@ class SamplesDropped(EventData):
 class MicroBatchDropped(EventData):
     """A step was completed without the micro-batches whose loss was not finite.
 
-    `samples` are the ranges of the dropped samples within the batch, as (first, end), where `end`
-    is exclusive.
+    `samples` contains the ranges of dropped samples in the batch as (first, end), where `end` is
+    exclusive.
     """
 
     samples: tuple[tuple[int, int], ...]
@@ -792,7 +796,10 @@ class MicroBatchDropped(EventData):
 
 
 class Spike(EventData):
-    """Loss and gradient norm are far above their usual values. The step was still applied."""
+    """The loss and the gradient norm spiked, or the loss diverged. The step was still applied.
+
+    `usual_norm` is the usual gradient norm, and `level` is ``"DIVERGED"`` if the loss diverged.
+    """
 
     loss: float
     grad_norm: float
@@ -810,7 +817,7 @@ class Spike(EventData):
 
 
 class NormOverflowed(EventData):
-    """The norm of a finite gradient exceeds the range of float32, so it was computed in float64."""
+    """The norm of a finite gradient exceeds float32's range, so it was computed in float64."""
 
     total: float
 
@@ -819,7 +826,10 @@ class NormOverflowed(EventData):
 
 
 class LossScaleLowered(EventData):
-    """A step was skipped and the fp16 loss scale lowered. This is normal while the scale adapts."""
+    """A step was skipped and the fp16 loss scale was lowered.
+
+    This is normal while the loss scale adapts to the gradients.
+    """
 
     loss_scale: float
     reason: str
@@ -829,7 +839,7 @@ class LossScaleLowered(EventData):
 
 
 class LossScaleCollapsed(LossScaleLowered):
-    """The fp16 loss scale has fallen below 1: the gradients are not finite at any scale."""
+    """The fp16 loss scale has fallen below 1: the gradients were not finite at any scale."""
 
     def __str__(self) -> str:
         return f"fp16 loss scale collapsed to {self.loss_scale:g}: {self.reason}"
@@ -848,19 +858,19 @@ class RolledBack(EventData):
 
 
 class RollbackFailed(Failed):
-    """A rollback failed, because the earlier state could not be restored."""
+    """A rollback failed because the earlier state could not be restored."""
 
     summary = "rollback failed"
 
 
 class SnapshotFailed(Failed):
-    """A snapshot failed, because the state could not be copied to host memory."""
+    """A snapshot failed because the state could not be copied to host memory."""
 
     summary = "snapshot failed"
 
 
 class SnapshotsDoNotFit(EventData):
-    """Snapshots do not fit into host memory, so a rollback returns to a checkpoint."""
+    """Snapshots do not fit into host memory, so rollbacks restore a checkpoint instead."""
 
     def __str__(self) -> str:
         return "snapshots do not fit into host memory; a rollback returns to a checkpoint"
@@ -870,7 +880,7 @@ class SnapshotsDoNotFit(EventData):
 
 
 class FindingReported(EventData):
-    """The diagnosis reports a problem. `about` is ``"cause"`` or ``"symptom"``."""
+    """The diagnosis reports a problem. `about` is either ``"cause"`` or ``"symptom"``."""
 
     kind: ClassVar[str] = "finding"
     rule: str
@@ -892,7 +902,7 @@ class FindingReported(EventData):
 
 
 class NoteReported(FindingReported):
-    """The diagnosis reports something unusual that is often intended."""
+    """The diagnosis reports something unusual that may well be intended."""
 
     kind: ClassVar[str] = "note"
 
@@ -904,7 +914,7 @@ class DiagnosisLimited(WithReason):
 
 
 class Aligned(EventData):
-    """A measurement of how well the attention of a speech synthesizer is aligned.
+    """The alignment of a speech synthesizer's attention was measured.
 
     `learning.alignment.alignment_facts` documents the fields.
     """
@@ -929,7 +939,7 @@ class Aligned(EventData):
 
 
 class LoaderHealed(EventData):
-    """Loader workers died or got stuck. New ones continue after the last batch delivered."""
+    """Loader workers died or got stuck, and new workers continue after the last delivered batch."""
 
     cause: str
     remedy: str
@@ -949,10 +959,10 @@ class LoaderHealed(EventData):
 
 
 class SampleQuarantined(WithReason):
-    """A bad sample was quarantined: the loader replaces it with another sample from now on.
+    """A bad sample was quarantined: from now on, the loader replaces it with another sample.
 
-    `quarantined` is the number of all quarantined samples. `not_written` says why the list of
-    quarantined samples could not be written; it is None if the list was written.
+    `quarantined` is the total number of quarantined samples. `not_written` says why the list of
+    quarantined samples could not be written, or is None if the list was written.
     """
 
     sample: int | str
@@ -971,13 +981,13 @@ class SampleQuarantined(WithReason):
 
 
 class QuarantineFull(Failed):
-    """A bad sample could not be quarantined, because the quarantine has reached its limit."""
+    """A bad sample could not be quarantined because the quarantine has reached its size limit."""
 
     summary = "quarantine is full"
 
 
 class DescriptorLimitRaised(WithReason):
-    """The limit on open files was raised for the rest of this process."""
+    """The limit on open files was raised for the remaining lifetime of this process."""
 
     before: int
     now: int
@@ -987,7 +997,7 @@ class DescriptorLimitRaised(WithReason):
 
 
 class StreamReadOver(WithReason):
-    """A stream must be read from its start: the items before the resume position are discarded."""
+    """A resumed stream is read from its start; items before the resume position are discarded."""
 
     items: int
 
@@ -1002,7 +1012,7 @@ class RanksNotDivided(WithReason):
 
 
 class NothingLeft(WithReason):
-    """An iteration yielded no batches, because the loader was restored at the end of an epoch."""
+    """An iteration yielded no batches because the loader was restored at the end of an epoch."""
 
     epoch: int
 
@@ -1021,7 +1031,7 @@ class EpochSetBack(WithReason):
 
 
 class Preflight(EventData):
-    """A check before the first epoch found that loading will probably fail or be slow.
+    """A check before the first epoch found that loading batches will probably fail or be slow.
 
     `certain` is true if loading is sure to fail, because a single batch is too large.
     """
@@ -1040,19 +1050,19 @@ class Preflight(EventData):
 
 
 class OwnSteps(WithReason):
-    """A Lightning module with manual optimization makes steps that the guard does not protect."""
+    """A Lightning module with manual optimization takes steps that the guard does not protect."""
 
     summary = "steps are not guarded"
 
 
 class OwnFitBatch(WithReason):
-    """A SpeechBrain Brain overrides `fit_batch`, so only calls of `guarded_step` are guarded."""
+    """A SpeechBrain Brain overrides `fit_batch`, so only calls to `guarded_step` are guarded."""
 
     summary = "the Brain has its own fit_batch"
 
 
 class ItemsIgnored(WithReason):
-    """A Transformers model ignores `num_items_in_batch`, the divisor of the loss."""
+    """A Transformers model ignores `num_items_in_batch`, by which it should divide the loss."""
 
     model: str
 
@@ -1086,7 +1096,7 @@ def _of_batch(epoch: int | None, batch: int | None) -> str:
 
 
 def _samples(rows: tuple[int, ...], dataset_indices: tuple[int, ...] | None) -> str:
-    """Return a phrase for samples, with their indices in the batch and in the dataset."""
+    """Return a phrase that names samples by their indices in the batch and in the dataset."""
     is_one = len(rows) == 1
     text = f"{'sample' if is_one else 'samples'} {listed(rows)} of the batch"
     if dataset_indices:

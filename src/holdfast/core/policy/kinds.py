@@ -1,7 +1,7 @@
-"""The types of policy fields, which pydantic checks.
+"""The types of policy fields, against which pydantic checks the values.
 
 The string in a type's metadata describes the allowed values and completes the sentence "it must be
-...". ``sources`` reads the values from files, variables and options.
+...". ``sources`` reads the values from files, environment variables and options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.core.text import sanitise
 
 
 def _some_of(choices: Any) -> str:
-    """Return the description of a field whose value is a list of the given choices."""
+    """Describe the allowed values of a field that takes a list of the given choices."""
     return f"a list with any of {', '.join(map(repr, get_args(choices)))}"
 
 
@@ -34,14 +34,14 @@ Objective = Literal["minimize", "adversarial", "reinforcement"]
 SchedulerInterval = Literal["step", "epoch"]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT"]
 
-# Counts are stored in records and converted to floats, which represent whole numbers exactly up to
-# 2**53.
+# Counts are below 2**53 because they are converted to floats in records, and floats represent whole
+# numbers exactly only up to 2**53.
 _BELOW = Lt(2**53)
 _WHOLE = "a whole number >= 1 and below 2**53"
 _Rule = Annotated[str, Predicate(re.compile(r"H8[0-9]{2}").fullmatch)]
 _Count = Annotated[int, Ge(1), _BELOW]
-# A gradient norm limit of zero would stop training, and a negative one would reverse the direction
-# of the gradient (pytorch#31367).
+# Limits must be positive: with a gradient norm limit of zero, the model would not train, and a
+# negative limit would reverse the direction of the gradient (pytorch#31367).
 _Positive = Annotated[float, Gt(0), Lt(math.inf)]
 _Texts = tuple[Annotated[str, MinLen(1)], ...]
 
@@ -65,21 +65,22 @@ ExitCodeOrNone = Annotated[
 ]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
 
-# Longer values are cut in error messages.
+# Longer values are truncated in error messages.
 _MAX_SHOWN_CHARACTERS = 400
 
 
 def check(name: str, kind: Any, value: Any) -> Any:
-    """Return the value of a field, validated and converted to the field's type.
+    """Validate a field's value, convert it to the field's type and return it.
 
     Args:
         name: The name of the field.
-        kind: The type of the field: one of the types above.
-        value: A Python argument, which must already have that type (a list counts as a tuple), or a
-            `SourcedValue`, whose string is converted.
+        kind: The type of the field, which is one of the types above.
+        value: Either a Python argument, which must already have that type (a list counts as a
+            tuple), or a `SourcedValue`, whose string is converted.
 
     Raises:
-        PolicyError: H102, naming the field, its value, the value's source and the allowed values.
+        PolicyError: H102 for an invalid value. The message names the field, the value, its source
+            and the allowed values.
     """
     is_argument = not isinstance(value, SourcedValue)
     for reading in _readings(value):
@@ -106,14 +107,15 @@ def _readings(value: Any) -> Iterable[Any]:
 
 @functools.cache
 def _type_adapter(kind: Any) -> Any:
-    # Imported here, because importing pydantic takes 0.1 s, and a default policy needs no checks.
+    # Imported here because importing pydantic takes 0.1 s, and a policy without any values of its
+    # own needs no validation.
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 def _allowed(kind: Any) -> str:
-    """Return the description of a type's allowed values, to complete "it must be ..."."""
+    """Describe a type's allowed values, to complete the sentence "it must be ..."."""
     for metadata in getattr(kind, "__metadata__", ()):
         if isinstance(metadata, str):
             return metadata
@@ -121,7 +123,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the user wrote it: strings verbatim, arguments as Python literals."""
+    """Format a value as the user wrote it: strings verbatim, and arguments as Python literals."""
     is_argument = not isinstance(value, SourcedValue)
     raw_value = value if is_argument else value.value
     text = raw_value if isinstance(raw_value, str) and not is_argument else repr(raw_value)
@@ -130,7 +132,7 @@ def _shown(value: Any) -> str:
 
 
 def _fix_of_wrong_value(shown: str, allowed: str) -> str:
-    """Return a fix that suggests the allowed word most similar to a word of the value, if any."""
+    """Return a fix that suggests the allowed word most similar to a word in the value, if any."""
     allowed_words = re.findall(r"['\"](\w+)['\"]", allowed)
     for word in re.findall(r"[\w-]+", shown):
         if word in allowed_words:

@@ -1,8 +1,9 @@
 """`Policy`: the settings of a run, frozen and validated, each with its meaning and default.
 
-A value can come from several sources. In order of precedence, they are: a keyword argument or
-command-line option, a ``HOLDFAST_*`` variable, a YAML file, a preset, the default in this module.
-``sources`` reads files, variables and options, and ``kinds`` defines the allowed values of fields.
+A value can come from several sources. From highest to lowest precedence, they are: a keyword
+argument or command-line option, a ``HOLDFAST_*`` environment variable, a YAML file, a preset, and
+the default in this module. ``sources`` reads files, variables and options, and ``kinds`` defines
+the allowed values of fields.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _layered(cls: type[_Class]) -> type[_Class]:
-    """Make a frozen dataclass whose fields can also come from a preset and the environment.
+    """Make a frozen dataclass whose field values can also come from a preset or the environment.
 
-    Values that are passed are validated; defaults are not.
+    All values except the defaults are validated.
     """
     layered_class = dataclass(frozen=True, slots=True, kw_only=True)(cls)
     plain_init: Callable[..., None] = layered_class.__init__
@@ -57,7 +58,10 @@ def field_kinds() -> dict[str, Any]:
 
 
 def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by field, together with the other values of the preset that ``values`` names.
+    """Return the given values, plus the preset's values for all other fields that the preset sets.
+
+    Args:
+        values: Values by field. The key ``"preset"``, if it is present, names the preset.
 
     Raises:
         PolicyError: H101 for a key that is neither a field nor ``"preset"``, H110 for an unknown
@@ -68,7 +72,7 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     given_name = own_values.pop(sources.PRESET, None)
     name = given_name
     if isinstance(given_name, sources.SourcedValue):
-        # The first reading of a string is the string itself, or None if it means None.
+        # The first interpretation of a string is the string itself, or None if it means None.
         name = given_name.readings()[0]
     if name is None:
         return own_values
@@ -230,9 +234,9 @@ class Policy:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
-        """Read a policy from a YAML mapping.
+        """Return a policy with the settings in a YAML file, which must contain a mapping.
 
-        ``HOLDFAST_*`` variables override the file, and ``overrides`` override both.
+        ``HOLDFAST_*`` environment variables override the file, and ``overrides`` override both.
 
         Raises:
             PolicyError: H101 for an unknown key, H102 for an invalid value, H103 for a file that is
@@ -251,9 +255,10 @@ class Policy:
     def preset(cls, name: str, **overrides: Any) -> Policy:
         """Return a policy with the settings of a preset, such as ``"tts"`` for text to speech.
 
-        ``HOLDFAST_*`` variables override the preset, and ``overrides`` override both. ``preset:
-        tts`` in a YAML file and ``HOLDFAST_PRESET=tts`` also choose the preset. The reference page
-        of `Policy` lists all presets, with the source of each value.
+        ``HOLDFAST_*`` environment variables override the preset, and ``overrides`` override both.
+        You can also select a preset with ``preset: tts`` in a YAML file or with
+        ``HOLDFAST_PRESET=tts``. The reference page of `Policy` lists all presets, with the source
+        of each value.
 
         Raises:
             PolicyError: H110 for an unknown preset; H101 or H102 for an invalid override.
@@ -266,23 +271,29 @@ class Policy:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add ``--preset``, ``--policy FILE`` and an option for each field, such as
-        ``--max-grad-norm 2.0``.
+        """Add ``--preset``, ``--policy FILE`` and one option for each field to a program's parser.
+
+        An example of a field's option is ``--max-grad-norm 2.0``.
 
         Args:
-            parser: The parser of your program, which must not have options of the same names.
+            parser: Your program's parser, which must not have options with the same names.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
         sources.add_options(parser, defaults, sources.meanings_of(Path(__file__), "Policy"))
 
     @classmethod
     def from_arguments(cls, namespace: argparse.Namespace) -> Policy:
-        """Return the policy given by the options of `add_arguments`.
+        """Return the policy that the user specified with the options of `add_arguments`.
 
-        These options override all other sources.
+        The options override all other sources.
+
+        Args:
+            namespace: The result of ``parse_args``.
 
         Raises:
-            PolicyError: H101, H102, H103, H109 or H110.
+            PolicyError: H101 for an unknown key, H102 for an invalid value, H103 for a file that is
+                not a YAML mapping, H109 for fields that exclude each other, H110 for an unknown
+                preset.
 
         Example:
             >>> parser = argparse.ArgumentParser()
@@ -299,14 +310,16 @@ class Policy:
     def of(
         cls, policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None, **overrides: Any
     ) -> Policy:
-        """Convert an argument to a policy.
+        """Convert the argument `policy` to a `Policy`, and apply the overrides.
 
         Args:
             policy: A policy, a dict of fields, the path of a YAML file, or None for the defaults.
-            **overrides: Fields that override those of `policy`.
+            **overrides: Values of fields, which override those from `policy`.
 
         Raises:
-            PolicyError: H101, H102, H103, H109 or H110.
+            PolicyError: H101 for an unknown key, H102 for an invalid value, H103 for a file that is
+                not a YAML mapping, H109 for fields that exclude each other, H110 for an unknown
+                preset.
         """
         if isinstance(policy, Mapping):
             return cls(**{**policy, **overrides})
@@ -317,10 +330,11 @@ class Policy:
         return cls.from_yaml(policy, **overrides)
 
     def replace(self, **overrides: Any) -> Policy:
-        """Return a copy with some fields changed; ``preset=`` changes all fields the preset sets.
+        """Return a copy with some fields changed. ``preset=`` changes all fields that it sets.
 
         Raises:
-            PolicyError: H101, H102, H109 or H110.
+            PolicyError: H101 for an unknown field, H102 for an invalid value, H109 for fields that
+                exclude each other, H110 for an unknown preset.
         """
         return Policy(**{**dataclasses.asdict(self), **_with_preset(overrides)})
 
@@ -334,9 +348,9 @@ class Contradiction:
 
     Args:
         fields: The names of the fields. The first requests something that the second rules out.
-        applies: Returns whether a policy has this contradiction.
-        because: Why the fields exclude each other, for the error.
-        fix: How to resolve the contradiction, for the error.
+        applies: Takes a policy and returns whether it contains this contradiction.
+        because: Why the fields exclude each other, for the error message.
+        fix: How to resolve the contradiction, for the error message.
     """
 
     fields: tuple[str, str]
@@ -387,11 +401,12 @@ def _check_contradictions(policy: Policy, values: Mapping[str, Any]) -> None:
     """Check that no two fields of a policy exclude each other.
 
     Args:
-        policy: The policy.
-        values: The values that were passed, by field, with their sources.
+        policy: The policy to check.
+        values: The values that do not come from the defaults, by field, with their sources.
 
     Raises:
-        PolicyError: H109, naming both fields with their values and sources.
+        PolicyError: H109 if two fields exclude each other. The message contains both fields with
+            their values and sources.
     """
     for contradiction in CONTRADICTIONS:
         if contradiction.applies(policy):

@@ -1,7 +1,8 @@
 """Presets: the settings of published recipes, with the source of each value.
 
 A preset overrides only the defaults: every value that you set yourself overrides the preset. A
-preset contains only the values that the recipes specify. ``policy`` documents the fields.
+preset contains only the values that the recipes specify. For the meaning of the fields, see
+``policy``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.core.errors import PolicyError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value of a policy field, and the recipe, program or paper in which it was published."""
+    """The value of a policy field, and the recipe, program or paper that published it."""
 
     value: Any
     source: str
@@ -26,9 +27,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The settings for one domain, such as text to speech, by policy field.
+    """The settings for one domain, such as text to speech.
 
-    A value may equal the default, if the recipes chose the same value.
+    Args:
+        name: The name by which users select the preset.
+        about: A description of the domain.
+        settings: The settings by policy field. A value may be the same as the default, if the
+            recipes use that value.
     """
 
     name: str
@@ -55,8 +60,8 @@ def find_preset(name: object, source: str = "") -> Preset:
     """Return a preset by its name.
 
     Args:
-        name: The name of a preset. Anything else, including another type, raises the error.
-        source: Where the name came from, for the error message.
+        name: The name of a preset. Any other value, including one of another type, is an error.
+        source: Where the name came from, to append to the name in the error message.
 
     Raises:
         PolicyError: H110 for an unknown name. The message suggests the most similar preset.

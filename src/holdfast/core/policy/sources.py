@@ -1,8 +1,8 @@
-"""Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables and options.
+"""Read the values of a policy from YAML files, ``HOLDFAST_*`` variables and command-line options.
 
-Each of these yields strings by field, together with where each string came from. ``kinds`` converts
-the strings to the types of the fields, in the same way for all sources. ``policy`` decides which
-source wins.
+For each source, a function returns strings by field name, each with a description of its origin.
+``kinds`` converts the strings to the types of the fields, in the same way for all sources.
+``policy`` defines the precedence of the sources.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ if TYPE_CHECKING:
     import yaml
 
 PREFIX = "HOLDFAST_"
-# The key that names a preset. Values from any other source override those of the preset.
+# The key that selects a preset. Values from any other source override those of the preset.
 PRESET = "preset"
 
-# Limits on the size and the nesting of a policy file, far above what one needs.
+# Limits on the size and nesting depth of a policy file, far above what a policy needs.
 _MAX_FILE_BYTES = 64 << 10
 _MAX_DEPTH = 8
-# Longer messages of the YAML parser are cut.
+# Longer messages from the YAML parser are truncated.
 _MAX_MESSAGE_CHARACTERS = 400
-# Characters that are stripped from both ends of a string: white space and quotes.
+# Characters that are stripped from both ends of a string: whitespace and quotation marks.
 _AROUND = " \t\n'\""
-# Strings that mean None, in lower case.
+# Strings that mean None, compared in lower case.
 _NONE_TEXTS = ("", "~", "null", "none")
-# The prefix of our options in the argparse namespace, which also holds the program's own options.
+# The prefix of holdfast's options in the argparse namespace, which also contains the program's own
+# options.
 _OPTION_PREFIX = "holdfast_"
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedValue:
-    """A value that did not come from a Python argument, and its source.
+    """A value that was not passed as a Python argument, together with its source.
 
     Args:
         value: A string or a list of strings from a file, a variable or an option; or any value from
@@ -57,8 +58,9 @@ class SourcedValue:
     def readings(self) -> tuple[Any, ...]:
         """Return the possible interpretations of the value, in the order in which to try them.
 
-        A string is read as itself or None, or as a list of comma-separated parts. As in YAML, a
-        list may have brackets and its parts may be quoted.
+        A string has two interpretations: the string itself (or None, if it means None), and a list
+        of its comma-separated parts. As in YAML, a list may have brackets, and its parts may be
+        quoted.
         """
         if not isinstance(self.value, str):
             return (self.value,)
@@ -76,7 +78,7 @@ def _is_none(text: str) -> bool:
 
 
 def describe_sources(*values: Any) -> str:
-    """Return the sources of some values, in parentheses, to append to an error message."""
+    """Return the sources of the given values, in parentheses, to append to an error message."""
     sources = [value.source if isinstance(value, SourcedValue) else "argument" for value in values]
     return f" ({' and '.join(dict.fromkeys(sources))})"
 
@@ -106,7 +108,7 @@ def check_keys(values: Mapping[str, Any], fields: Iterable[str]) -> None:
 
 
 def from_environment() -> dict[str, SourcedValue]:
-    """Return the values of ``HOLDFAST_*`` variables by field. Empty variables count as unset."""
+    """Return the values of all ``HOLDFAST_*`` environment variables by field, except empty ones."""
     return {
         variable.removeprefix(PREFIX).lower(): SourcedValue(
             text, f"environment variable {variable}"
@@ -117,12 +119,12 @@ def from_environment() -> dict[str, SourcedValue]:
 
 
 def from_yaml(path: Path) -> dict[str, SourcedValue]:
-    """Return the values in a YAML file by key, each with its line.
+    """Return the values in a YAML file by key, each with its line number as part of its source.
 
     Raises:
-        PolicyError: H103, if the file cannot be read or is not a YAML mapping.
+        PolicyError: H103 if the file cannot be read or is not a YAML mapping.
     """
-    # Imported here, so that a process without a policy file never loads yaml.
+    # Imported here so that a process without a policy file never imports yaml.
     import yaml
 
     try:
@@ -143,6 +145,10 @@ def from_yaml(path: Path) -> dict[str, SourcedValue]:
 def _read_mapping(text: str, path: Path) -> dict[str, SourcedValue]:
     """Return the contents of a YAML mapping, with each scalar as a string.
 
+    Args:
+        text: The YAML text.
+        path: The file that contained the text, to name in the sources of the values.
+
     Raises:
         ValueError: If the text is not a mapping, repeats a key, or uses YAML features that a policy
             does not need.
@@ -157,17 +163,17 @@ def _read_mapping(text: str, path: Path) -> dict[str, SourcedValue]:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it is not a mapping")  # noqa: TRY004 - the content of the file is wrong
-    # This also rejects keys that are not strings.
+    # This call also rejects keys that are not scalars.
     values = loader.construct_document(root)
     lines = _lines_of_keys(root)
     return {key: SourcedValue(values[key], f"{path}, line {line}") for key, line in lines.items()}
 
 
 def _check_is_simple(text: str) -> None:
-    """Refuse YAML that is dangerous to load.
+    """Raise an error for YAML that is dangerous to load.
 
-    Nested aliases can expand a few lines to gigabytes, deep nesting takes seconds to parse, and
-    tags request custom types.
+    Nested aliases can expand a few lines to gigabytes, deeply nested text takes seconds to parse,
+    and tags request custom types.
 
     Raises:
         ValueError: If the text contains an alias or a tag, or is nested too deeply.
@@ -194,6 +200,7 @@ def _lines_of_keys(root: yaml.MappingNode) -> dict[str, int]:
     lines: dict[str, int] = {}
     for key_node, _ in root.value:
         key = key_node.value
+        # PyYAML counts lines from 0.
         line = key_node.start_mark.line + 1
         if key in lines:
             raise ValueError(f"line {line}: {key!r} is already set in line {lines[key]}")
@@ -206,10 +213,14 @@ def _lines_of_keys(root: yaml.MappingNode) -> dict[str, int]:
 
 @functools.cache
 def meanings_of(file: Path, name: str) -> dict[str, str]:
-    """Return the docstring below each field of a class, by field.
+    """Return the docstring below each field of a class, by field name.
 
     The command-line help and the documentation are generated from these docstrings, so they always
-    agree with the source. If the module's source file is not installed, the result is empty.
+    agree with the source.
+
+    Args:
+        file: The source file of the module. If it does not exist, the result is empty.
+        name: The name of the class.
     """
     try:
         module = ast.parse(file.read_text(encoding="utf-8"))
@@ -235,9 +246,9 @@ def add_options(
     """Add ``--preset``, ``--policy`` and one option for each field to a program's parser.
 
     Args:
-        parser: The parser. Options that are not given do not appear in its namespace.
-        defaults: The default of each field, shown in the help.
-        meanings: The description of each field, from `meanings_of`.
+        parser: The parser. Its namespace contains only those options that the user passes.
+        defaults: The default of each field, which the help shows.
+        meanings: The description of each field, as returned by `meanings_of`.
     """
     group = parser.add_argument_group(
         "holdfast", "values are as in YAML: 1.0, true, none, auto; lists: a,b"
@@ -261,20 +272,20 @@ def add_options(
             _option(field),
             dest=_OPTION_PREFIX + field,
             metavar="VALUE",
-            # argparse formats help texts with the % operator.
+            # Double each "%", because argparse formats help texts with the % operator.
             help=f"{meaning} (default: {default!r})".replace("%", "%%").strip(),
         )
 
 
 def _option(field: str) -> str:
-    """Return ``"--max-grad-norm"`` for ``"max_grad_norm"``."""
+    """Return a field's option, such as ``"--max-grad-norm"`` for ``"max_grad_norm"``."""
     return "--" + field.replace("_", "-")
 
 
 def from_options(
     namespace: argparse.Namespace, fields: Iterable[str]
 ) -> tuple[str | None, dict[str, SourcedValue]]:
-    """Return the path given by ``--policy``, and the values of the field options by field."""
+    """Return the path passed as ``--policy``, or None, and the values of other options by field."""
     values = {}
     for field in (PRESET, *fields):
         text = getattr(namespace, _OPTION_PREFIX + field, None)
