@@ -56,8 +56,8 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
         raise unreadable_error(path, error) from error
 
 
-# Return the error H733 for a file that is not a log.
 def _not_a_log_error(path: Path, problem: str, fix: str) -> RunDirectoryError:
+    """Return the error H733 for a file that is not a log."""
     return RunDirectoryError(
         f"{path} {problem}", limit="a log must be a text file or a pipe", fix=fix, rule="H733"
     )
@@ -87,8 +87,8 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
     )
 
 
-# Return one clause for each piece of evidence that a log lacks, for `Evidence.missing`.
 def _missing_of_log(log: LogText, status: int | None) -> list[str]:
+    """Return one clause for each piece of evidence that a log lacks, for `Evidence.missing`."""
     missing = []
     if status is None:
         missing.append(_NO_STATUS)

@@ -92,8 +92,8 @@ def exhibits_of_end(
         yield replace(exhibit_of_hang(hang), role="fact")
 
 
-# Return an exhibit for an exit status, with the phase and the number of completed steps.
 def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
+    """Return an exhibit for an exit status, with the phase and the number of completed steps."""
     status = ending.status or 0
     words = f"{name} ended with {status_text(status)}"
     if observations.was_stopped_by_holdfast(ending, status):
@@ -181,8 +181,8 @@ def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
         yield _exhibit_of_finding(warning)
 
 
-# Return an exhibit that quotes a Guard's finding, its rule and its fix.
 def _exhibit_of_finding(finding: Event) -> Exhibit:
+    """Return an exhibit that quotes a Guard's finding, its rule and its fix."""
     words = f"{finding_text(finding, 'what')} [{finding.data['rule']}]"
     fix = finding_text(finding, "fix")
     if fix:

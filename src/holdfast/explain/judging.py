@@ -109,8 +109,8 @@ def _class_confidence(choice: Choice) -> float:
     return max(choice.confidence, choice.candidate.class_confidence - contradicted)
 
 
-# Return a confidence clamped to 0 to `_MAX_CONFIDENCE` and rounded to two decimals.
 def _rounded(confidence: float) -> float:
+    """Return a confidence clamped to 0 to `_MAX_CONFIDENCE` and rounded to two decimals."""
     return round(min(max(confidence, 0.0), _MAX_CONFIDENCE), 2)
 
 

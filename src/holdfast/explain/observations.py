@@ -88,8 +88,8 @@ def training_faults(evidence: Evidence) -> list[Event]:
     return sorted(newest.values(), key=_importance_of_finding)
 
 
-# Return a sort key that puts the most important finding first.
 def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
+    """Return a sort key that puts the most important finding first."""
     confidence = finding.data.get("confidence")
     return (
         finding.data.get("about") == "symptom",
@@ -155,8 +155,8 @@ def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
     )
 
 
-# Return why a save failed, or an empty string if the error was not recorded.
 def _reason_of_failed_save(error: object) -> str:
+    """Return why a save failed, or an empty string if the error was not recorded."""
     if not isinstance(error, str):
         # Older versions of holdfast did not record the error.
         return ""

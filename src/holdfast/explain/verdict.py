@@ -128,8 +128,8 @@ def _sanitise_fields(record: Exhibit | Verdict) -> None:
         object.__setattr__(record, field.name, value)
 
 
-# Return a value with every text in it sanitized, including texts in nested tuples.
 def _sanitised(value: Any, *, lines: bool) -> Any:
+    """Return a value with every text in it sanitized, including texts in nested tuples."""
     if isinstance(value, str):
         return sanitise(value, most=_MAX_CHARACTERS, lines=lines)
     if isinstance(value, tuple):

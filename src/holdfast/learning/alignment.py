@@ -104,7 +104,7 @@ def alignment_facts(
 
 
 def _check_shapes(attention: Tensor, input_lengths: Tensor, output_lengths: Tensor) -> None:
-    # Raise ValueError if the shapes of the attention weights and the lengths do not match.
+    """Raise ValueError if the shapes of the attention weights and the lengths do not match."""
     batch = attention.shape[:1]
     if attention.ndim == 3 and input_lengths.shape == output_lengths.shape == batch:
         return
@@ -185,7 +185,7 @@ class Utterances:
         return torch.where(self.steps.flatten() > 1, share, 1.0)
 
     def _valid_steps(self) -> Tensor:
-        # Return which decoder steps are not padding, shape ``(batch, decoder steps)``.
+        """Return which decoder steps are not padding, shape ``(batch, decoder steps)``."""
         return (self.step_numbers < self.steps).squeeze(2)
 
 

@@ -133,7 +133,7 @@ class LayerObserver:
     def _norms_of(
         self, moving: list[MovingParameter], known_norms: Mapping[int, float]
     ) -> list[float]:
-        # Return the norm of each gradient, from `known_norms` if it contains all of them.
+        """Return the norm of each gradient, from `known_norms` if it contains all of them."""
         ids = [id(moved.parameter) for moved in moving]
         if all(key in known_norms for key in ids):
             return [known_norms[key] for key in ids]

@@ -113,12 +113,12 @@ def _divides_by_mean_square(optimizer: Optimizer) -> bool:
 
 
 def _no_change(reason: str) -> Advice:
-    # Return the advice to leave all settings unchanged.
+    """Return the advice to leave all settings unchanged."""
     return Advice(rule="none", factor=1.0, source="", reason=reason)
 
 
 def _linear(ratio: float) -> Advice:
-    # Return the advice for SGD: multiply the learning rate by the ratio of the batch sizes.
+    """Return the advice for SGD: multiply the learning rate by the ratio of the batch sizes."""
     return Advice(
         rule="linear",
         factor=ratio,
@@ -133,7 +133,7 @@ def _linear(ratio: float) -> Advice:
 
 
 def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
-    # Return the advice for Adam and RMSprop: multiply the rate by the square root of the ratio.
+    """Return the advice for Adam and RMSprop: multiply the rate by the square root of the ratio."""
     decays = [
         group["betas"] if "betas" in group else (group["alpha"],)
         for group in optimizer.param_groups
@@ -163,7 +163,7 @@ def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
 
 
 def _check_size(name: str, value: object) -> None:
-    # Raise H105 if a batch size is not a whole number >= 1.
+    """Raise H105 if a batch size is not a whole number >= 1."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return
     raise PolicyError(

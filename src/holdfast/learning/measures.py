@@ -99,7 +99,7 @@ def norms_of(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def _wide_norm(tensor: Tensor) -> Tensor:
-    # Return the Euclidean norm of a tensor in fp64, computed in at least fp32.
+    """Return the Euclidean norm of a tensor in fp64, computed in at least fp32."""
     wide = tensor.dtype == torch.float64 or tensor.is_complex()
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=None if wide else torch.float32)
     return norm.double()

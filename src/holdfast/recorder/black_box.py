@@ -82,8 +82,8 @@ class EventRing:
         self._ring.close()
 
 
-# Return an event as JSON, with the given data in place of its own data.
 def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
+    """Return an event as JSON, with the given data in place of its own data."""
     head = [event.kind, event.global_step, event.unix_seconds]
     try:
         return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()

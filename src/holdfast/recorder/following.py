@@ -76,8 +76,8 @@ class RingFollower:
             return self._read_all()
         return self._read_new(descriptor, header, status.st_size)
 
-    # Read the whole ring and return the records that were not returned before.
     def _read_all(self) -> list[Record]:
+        """Read the whole ring and return the records that were not returned before."""
         records = [record for record in read_ring(self._path) if record.sequence > self._sequence]
         if records:
             self.lost += records[0].sequence - self._sequence - 1
@@ -147,8 +147,8 @@ class SampleFollower(RingFollower):
         return samples
 
 
-# Return a sample or a Guard's completed step as a sample, or None for any other record.
 def _sample_in(record: Record) -> StepSample | None:
+    """Return a sample or a Guard's completed step as a sample, or None for any other record."""
     mark = step_record_in(record)
     if mark is None or mark.mark is StepMark.BEGUN:
         return sample_of(record)

@@ -179,8 +179,8 @@ class ProgressBoard:
         self._map.close()
 
 
-# Return the memory of a new board: a mapped file, or private memory if `path` is None.
 def _new_map(path: Path | None) -> mmap.mmap:
+    """Return the memory of a new board: a mapped file, or private memory if `path` is None."""
     if path is None:
         return mmap.mmap(-1, BOARD_BYTES)
     with create_file(path) as file:
@@ -354,8 +354,8 @@ class SampleRing(RingWriter):
         if grad_norm is not None:
             self._set_value(payload, _NORM_OFFSET, grad_norm, NORM_IS_READ)
 
-    # Write a number to a sample and set the flag that says that the number was read.
     def _set_value(self, payload: int, offset: int, value: float, flag: int) -> None:
+        """Write a number to a sample and set the flag that says that the number was read."""
         _FLOAT.pack_into(self._map, payload + offset, value)
         # The flag must be written after the number, because a set flag tells readers that the
         # number is valid.

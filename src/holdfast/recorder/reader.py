@@ -90,8 +90,8 @@ def describe_lost_steps(directory: Path) -> str:
     return ""
 
 
-# Return a clause about overwritten records that are not in the history, or "".
 def _overwritten_steps(path: Path, oldest: Record) -> str:
+    """Return a clause about overwritten records that are not in the history, or ""."""
     # Imported here because importing numpy takes a tenth of a second.
     from holdfast.recorder.history import read_history
 
@@ -106,8 +106,8 @@ def _overwritten_steps(path: Path, oldest: Record) -> str:
     )
 
 
-# Return the step in a sample or a Guard's step record, or 0 if the record is damaged.
 def _step_of(record: Record) -> int:
+    """Return the step in a sample or a Guard's step record, or 0 if the record is damaged."""
     sample = sample_of(record)
     if sample is not None:
         return sample.step
@@ -155,8 +155,8 @@ class EventParts:
         return _decode(b"".join(self._parts))
 
 
-# Return the event in its JSON encoding, or None if the encoding is damaged.
 def _decode(data: bytes) -> Event | None:
+    """Return the event in its JSON encoding, or None if the encoding is damaged."""
     try:
         kind, global_step, unix_seconds, facts = json.loads(data.rstrip(b"\0"))
     except (ValueError, TypeError):

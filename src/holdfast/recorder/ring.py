@@ -160,8 +160,8 @@ class RingWriter:
         self._map.close()
 
 
-# Return a ring file mapped into memory. A missing or empty file is allocated first.
 def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
+    """Return a ring file mapped into memory. A missing or empty file is allocated first."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         if os.fstat(descriptor).st_size == 0:

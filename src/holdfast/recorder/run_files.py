@@ -195,8 +195,8 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     write_json(folder / SETTINGS_FILE, plain)
 
 
-# Return whether a value is a boolean, number or string, or a list of these.
 def _is_plain(value: Any) -> bool:
+    """Return whether a value is a boolean, number or string, or a list of these."""
     items = value[:_CHECKED_ITEMS] if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(item, (bool, int, float, str)) for item in items)
 

@@ -179,8 +179,8 @@ def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
     )
 
 
-# Return a value as text for an error message; for a tensor or an array, its shape.
 def _describe(value: Any) -> str:
+    """Return a value as text for an error message; for a tensor or an array, its shape."""
     if hasattr(value, "shape"):
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     return repr(value)

@@ -79,8 +79,8 @@ def _git(folder: Path) -> dict[str, str]:
     return {}
 
 
-# Return the git directory of the repository that contains a folder, or None.
 def _git_directory(folder: Path) -> Path | None:
+    """Return the git directory of the repository that contains a folder, or None."""
     for parent in (folder, *folder.parents):
         git = parent / ".git"
         if git.is_file():

@@ -159,6 +159,6 @@ class CandidateCause:
         _, share_of_classes = SHARES[self.grounds]
         return share_of_classes * self._certainty_of_end()
 
-    # Return the factor by which the confidence is reduced if the failure was caught.
     def _certainty_of_end(self) -> float:
+        """Return the factor by which the confidence is reduced if the failure was caught."""
         return _SHARE_OF_CAUGHT if self.is_caught else 1.0

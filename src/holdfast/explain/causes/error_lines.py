@@ -118,6 +118,6 @@ def _certainty(text: str, *, only_certain: bool) -> int | None:
     return None
 
 
-# Return a line with each number replaced by ``#``, to compare lines regardless of numbers.
 def _without_numbers(text: str) -> str:
+    """Return a line with each number replaced by ``#``, to compare lines regardless of numbers."""
     return re.sub(r"\d+", "#", text)

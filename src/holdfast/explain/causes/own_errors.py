@@ -82,8 +82,8 @@ def _signature_of(rule: RulePage, statement: Statement) -> Signature:
     )
 
 
-# Return the family of a holdfast error; "user code" if no prefix matches its rule id.
 def _family_of(rule_id: str) -> Family:
+    """Return the family of a holdfast error; "user code" if no prefix matches its rule id."""
     for prefix, family in _FAMILY_BY_PREFIX:
         if rule_id.startswith(prefix):
             return family

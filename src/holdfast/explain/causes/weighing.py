@@ -118,8 +118,8 @@ def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
     return _shadowed_module(chain) or _known_exception(chain) or _unknown_exception(chain)
 
 
-# Return the candidate for a holdfast error that was found in a chain or in a log line.
 def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
+    """Return the candidate for a holdfast error that was found in a chain or in a log line."""
     statement = error.statement
     if statement.fatal is False:
         tier = Tier.CAUGHT
@@ -147,8 +147,8 @@ def _candidate_of_line(line: Statement) -> CandidateCause | None:
     )
 
 
-# Return the tier of a log line that matches a signature.
 def _tier_of_line(line: Statement, signature: Signature) -> Tier:
+    """Return the tier of a log line that matches a signature."""
     if line.fatal is False or (line.logged and not line.fatal):
         return Tier.CAUGHT
     if line.fatal or signature.rank <= _LOUD_RANK:
@@ -233,8 +233,8 @@ def _other_signatures(
     return tuple(signatures.values())
 
 
-# Return a candidate that quotes the first original exception in a chain, or None.
 def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
+    """Return a candidate that quotes the first original exception in a chain, or None."""
     first = _first_original(chain)
     if first is None:
         return None
@@ -356,8 +356,8 @@ def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[Can
     return result
 
 
-# Return the tier of a candidate, given the failures that the same rank reported after it.
 def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
+    """Return the tier of a candidate, given the failures that the same rank reported after it."""
     last = candidate.chain[-1]
     if candidate.tier == Tier.NOT_CONTINUED:
         position = candidate.statement.position

@@ -267,15 +267,15 @@ def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Exam
     return min(busy, key=_order_of_suspicion, default=None)
 
 
-# Return whether a process is a loader worker that the trainer started.
 def _is_worker_of(process: Examined, trainer: Examined) -> bool:
+    """Return whether a process is a loader worker that the trainer started."""
     if process.ppid != trainer.pid:
         return False
     return process.role == "loader worker" or is_in_worker_loop(process.last.main.frames)
 
 
-# Return whether a loader worker is stopped, or its stack shows that it is not idle.
 def _is_busy(worker: Examined) -> bool:
+    """Return whether a loader worker is stopped, or its stack shows that it is not idle."""
     if is_stopped(worker):
         return True
     return bool(worker.last.main.frames) and not is_idle_worker(worker)
@@ -360,8 +360,8 @@ def _describe(blame: _Blame) -> str:
     return " ".join(sentences)
 
 
-# Return a sentence that says for how long, and at which step, a process made no progress.
 def _lack_of_progress(process: Examined) -> str:
+    """Return a sentence that says for how long, and at which step, a process made no progress."""
     who = f"Process {process.pid}"
     if process.rank is not None:
         who = f"Rank {process.rank} (process {process.pid})"

@@ -124,8 +124,8 @@ def _transferred(syscall: str, target: str) -> Waits:
     return "file" if target.startswith("/") else ""
 
 
-# Return what a thread that sleeps in a kernel function waits for, or "" if unknown.
 def _waits_of_kernel_function(name: str) -> Waits:
+    """Return what a thread that sleeps in a kernel function waits for, or "" if unknown."""
     if name:
         for waits, pattern in _KERNEL_FUNCTIONS.items():
             if re.search(pattern, name):
@@ -218,8 +218,8 @@ class Examined:
         """Return the bytes read and written per second between the first and last look."""
         return self._rate(lambda look: float(look.io_bytes))
 
-    # Return the increase in an amount per second between the first and last look.
     def _rate(self, amount: Callable[[ProcessLook], float]) -> float:
+        """Return the increase in an amount per second between the first and last look."""
         if len(self.looks) < 2:
             return 0.0
         first, last = self.looks[0], self.looks[-1]

@@ -122,8 +122,8 @@ def _blocks(stream: Readable) -> Iterator[bytes]:
         yield rest
 
 
-# Return the lines of a block without their line terminators.
 def _lines_of(block: bytes) -> list[bytes]:
+    """Return the lines of a block without their line terminators."""
     lines = block.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -135,8 +135,8 @@ def _split(block: bytes, first: int) -> list[LogLine]:
     return [LogLine(first + index, _cut(line)) for index, line in enumerate(_lines_of(block))]
 
 
-# Return a line, without its middle if it is very long.
 def _cut(line: bytes) -> bytes:
+    """Return a line, without its middle if it is very long."""
     if len(line) <= 2 * _HALF_LINE_BYTES:
         return line
     return line[:_HALF_LINE_BYTES] + b" ... " + line[-_HALF_LINE_BYTES:]

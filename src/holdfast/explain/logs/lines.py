@@ -122,8 +122,8 @@ def plain_text(text: str) -> str:
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
-# Return whether enough lines begin with a number to conclude that srun added their ranks.
 def _are_labelled_by_srun(texts: list[str]) -> bool:
+    """Return whether enough lines begin with a number to conclude that srun added their ranks."""
     labelled = sum(1 for text in texts if _SRUN_RANK.match(text))
     return labelled >= max(_MIN_LABELLED_LINES, _MIN_LABELLED_SHARE * len(texts))
 
@@ -172,8 +172,8 @@ def _text_inside_json(text: str) -> str | None:
     return None
 
 
-# Return a text, without its middle if it is too long.
 def _shortened(text: str) -> str:
+    """Return a text, without its middle if it is too long."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     half = _MAX_CHARACTERS // 2

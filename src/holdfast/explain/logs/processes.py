@@ -273,8 +273,8 @@ class _ProcessReader:
             self._statements_of_chain(raised, index, message.next_index), message.next_index
         )
 
-    # Read a line that contains an error word, or return None.
     def _read_relevant_line(self, index: int) -> _Passage | None:
+        """Read a line that contains an error word, or return None."""
         line = self._lines[index]
         if index not in self._relevant or not line.text.strip() or is_progress_bar(line.text):
             return None

@@ -139,8 +139,8 @@ def split_exception(text: str) -> tuple[str, str] | None:
     return match[1], match[2] or ""
 
 
-# Return whether a dotted name looks like the name of an exception class.
 def _is_exception_name(dotted_name: str, *, has_message: bool) -> bool:
+    """Return whether a dotted name looks like the name of an exception class."""
     module, _, name = dotted_name.rpartition(".")
     if name.endswith("Warning"):
         return False
@@ -462,8 +462,8 @@ def _with_code(frame: Frame, code: str) -> Frame:
     return replace(frame, code=code[:_MAX_CODE_LINE_CHARACTERS])
 
 
-# Return the frames, omitting the middle if there are too many.
 def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
+    """Return the frames, omitting the middle if there are too many."""
     if len(frames) <= _MAX_FRAMES:
         return tuple(frames)
     half = _MAX_FRAMES // 2

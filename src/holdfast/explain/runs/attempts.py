@@ -352,8 +352,8 @@ class _AttemptCollector:
         return loader_wait_of_run(process.folder for process in self._trainers)
 
 
-# Return the ending that an event recorded, with the process's last published progress.
 def _ending(event: Event, standing: Standing | None) -> Ending:
+    """Return the ending that an event recorded, with the process's last published progress."""
     return Ending(
         status=integer_of(event, "status"),
         unix_seconds=event.unix_seconds,
@@ -363,8 +363,8 @@ def _ending(event: Event, standing: Standing | None) -> Ending:
     )
 
 
-# Return the name of the published phase as words in lower case, or None if unknown.
 def _phase_name(standing: Standing | None) -> str | None:
+    """Return the name of the published phase as words in lower case, or None if unknown."""
     if standing is None:
         return None
     return standing.phase.name.lower().replace("_", " ")

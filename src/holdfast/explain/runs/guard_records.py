@@ -235,7 +235,7 @@ def _statement_of_guard(event: Event) -> Statement:
     return Statement(text="", source="guard", unix_seconds=event.unix_seconds, fatal=False)
 
 
-# Return the rule id that an event contains, or None.
 def _rule_of(event: Event) -> str | None:
+    """Return the rule id that an event contains, or None."""
     rule = event.data.get("rule")
     return rule if isinstance(rule, str) else None

@@ -345,7 +345,7 @@ def _error(losses: Sequence[float]) -> float:
     return max(error, statistics.stdev(blocks) / math.sqrt(_BLOCKS))
 
 
-# Return whether at least the fraction `_MINORITY` of the losses has the rarer sign.
 def _has_both_signs(losses: Sequence[float]) -> bool:
+    """Return whether at least the fraction `_MINORITY` of the losses has the rarer sign."""
     negative = sum(loss < 0 for loss in losses)
     return min(negative, len(losses) - negative) >= _MINORITY * len(losses)

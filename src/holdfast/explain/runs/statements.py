@@ -178,7 +178,7 @@ def is_same_exception(first: Statement, second: Statement) -> bool:
     return _compared_text(first) == _compared_text(second)
 
 
-# Return the beginning of a statement's first line, by which exceptions are compared.
 def _compared_text(statement: Statement) -> str:
+    """Return the beginning of a statement's first line, by which exceptions are compared."""
     first_line = statement.text.strip().split("\n")[0]
     return first_line[:_COMPARED_CHARACTERS].rstrip()

@@ -166,15 +166,15 @@ def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
     return own_events
 
 
-# Yield the restarts that preceded or started an attempt, or that have no attempt number.
 def _restarts_up_to(events: Sequence[Event], number: int) -> Iterator[Event]:
+    """Yield the restarts that preceded or started an attempt, or that have no attempt number."""
     for event in events:
         attempt = integer_of(event, "attempt")
         if event.kind == "restart" and (attempt is None or attempt <= number):
             yield event
 
 
-# Return the environment variables that a restart set.
 def _changes_of(restart: Event) -> dict[str, Any]:
+    """Return the environment variables that a restart set."""
     changes = restart.data.get("changes")
     return changes if isinstance(changes, dict) else {}

@@ -114,8 +114,8 @@ def _leak_on_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Return the signature that is described by an entry of a YAML file.
 def _signature_from(entry: dict[str, Any]) -> Signature:
+    """Return the signature that is described by an entry of a YAML file."""
     fields = {name: _as_tuples(value) for name, value in entry.items()}
     try:
         return Signature(**fields)

@@ -64,8 +64,8 @@ def _index_of_kinds() -> _Index:
     return _Index(kinds_of_unknown())
 
 
-# Return the signatures of an index that match a statement, with the best match first.
 def _match(statement: Statement, index: _Index) -> list[SignatureMatch]:
+    """Return the signatures of an index that match a statement, with the best match first."""
     texts = _searched_texts(statement)
     places = _searched_places(statement)
     matches = []
@@ -165,8 +165,8 @@ class _IndexedSignature:
             return False
         return not self.frames or _any_matches(self.frames, places)
 
-    # Return the patterns that apply to a statement, given its frames as searched places.
     def _patterns_for(self, statement: Statement, places: Sequence[str]) -> list[QuickPattern]:
+        """Return the patterns that apply to a statement, given its frames as searched places."""
         patterns = list(self.patterns)
         if statement.kind == "exception":
             for pattern, frame in self.in_frames:

@@ -68,8 +68,8 @@ def summary(judgement: Judgement) -> str:
     return " ".join(filter(None, sentences))
 
 
-# Yield sentences that say how the run failed or ended.
 def _what_happened(judgement: Judgement) -> Iterator[str]:
+    """Yield sentences that say how the run failed or ended."""
     if judgement.candidate is not None:
         yield _sentence(_failure(judgement.candidate, judgement.place))
     elif judgement.end.why:
@@ -100,8 +100,8 @@ def _failure(candidate: CandidateCause, place: str) -> str:
     return f"{who} failed{where}: {quote}"
 
 
-# Yield a sentence that says how many steps were completed, unless the run ended well.
 def _progress(judgement: Judgement) -> Iterator[str]:
+    """Yield a sentence that says how many steps were completed, unless the run ended well."""
     steps = judgement.steps
     if not steps or judgement.end.well:
         return
@@ -132,8 +132,8 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     yield signature.means
 
 
-# Yield sentences about observations other than the cause.
 def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
+    """Yield sentences about observations other than the cause."""
     evidence = judgement.evidence
     if judgement.is_good_end:
         yield from remarks.on_good_end(evidence)

@@ -80,7 +80,7 @@ def _wait_for_neighbor(works: list[Any], messages: Messages, neighbor: int) -> N
 
 
 def _connects_by_gloo(group: Any) -> bool:
-    # Return whether a process group uses the gloo backend for CPU tensors.
+    """Return whether a process group uses the gloo backend for CPU tensors."""
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:

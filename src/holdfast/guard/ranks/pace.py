@@ -82,7 +82,7 @@ class Pace:
         return event
 
     def _slow_rank(self, rows: Rows) -> RankIsSlow | None:
-        # Return an event about the rank that was busy longest, if its lead is large enough.
+        """Return an event about the rank that was busy longest, if its lead is large enough."""
         seconds = time.perf_counter() - self._since
         busy = [
             between + forward for between, forward in zip(self._between, self._forward, strict=True)

@@ -146,8 +146,8 @@ def _check_sharded(parts: Parts, names: list[str]) -> None:
         )
 
 
-# Return error H108 for the configuration that `what` describes.
 def _refused(what: str) -> PolicyError:
+    """Return error H108 for the configuration that `what` describes."""
     return PolicyError(
         f"world_size={distributed.get_world_size()}, and {what}",
         limit=(

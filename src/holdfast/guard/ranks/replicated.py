@@ -133,8 +133,8 @@ class ReplicatedModel(DistributedModel):
         """Return whether an attempt broadcasts buffers before the ranks exchange their rows."""
         return self._broadcasts and len(self._wrapper.modules_buffers) > 0
 
-    # Return how many collectives this rank has started on the wrapper's group.
     def _sequence_number(self) -> int:
+        """Return how many collectives this rank has started on the wrapper's group."""
         return int(self.group._get_sequence_number_for_group())
 
     # --- state

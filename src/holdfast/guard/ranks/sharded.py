@@ -179,7 +179,7 @@ class ShardedModel(DistributedModel):
             distributed.all_reduce(self._nan(entry), group=self._shards)
 
     def _nan(self, entry: Entry) -> torch.Tensor:
-        # Return a tensor of NaN that replaces the input of a collective.
+        """Return a tensor of NaN that replaces the input of a collective."""
         dtype = getattr(torch, entry.dtype)
         return torch.full((entry.size,), math.nan, dtype=dtype, device=self.device)
 

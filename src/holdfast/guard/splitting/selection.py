@@ -290,7 +290,7 @@ class SelectionFinder(TorchFunctionMode):
         return Selection(HOST, values.shape[0])
 
     def _selection_by_rank(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        # Return the selection that a call of a function in `_BY_RANK` makes, or None.
+        """Return the selection that a call of a function in `_BY_RANK` makes, or None."""
         values = args[0] if args else kwargs.get("input")
         if not isinstance(values, torch.Tensor) or not values.ndim:
             return None

@@ -889,7 +889,7 @@ class SplitCheck:
         )
 
     def _norm(self) -> float:
-        # Return the L2 norm of all gradients together, computed in at least fp32.
+        """Return the L2 norm of all gradients together, computed in at least fp32."""
         gradients = [p.grad.to_dense() for p in self.parameters if p.grad is not None]
         wide = [
             gradient if gradient.dtype in _TOLERANCE else gradient.float() for gradient in gradients

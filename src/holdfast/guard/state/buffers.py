@@ -168,8 +168,8 @@ class BufferKeeper:
             self._note_versions()
         return [place.name for place in newly_mutable]
 
-    # Record the tensor and the version counter of each constant buffer.
     def _note_versions(self) -> None:
+        """Record the tensor and the version counter of each constant buffer."""
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
 
     def now(self) -> dict[str, torch.Tensor]:
@@ -213,8 +213,8 @@ def _layout_of(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
     return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)
 
 
-# Return the version counter of a buffer, or -1 if the buffer has none.
 def _version(buffer: torch.Tensor | None) -> int:
+    """Return the version counter of a buffer, or -1 if the buffer has none."""
     return -1 if buffer is None or buffer.is_inference() else buffer._version
 
 

@@ -342,7 +342,7 @@ class Attempts:
         return plan.micro_batch_size not in (None, self._policy_micro_batch_size)
 
     def _cut(self, batch: Any, size: int, split: Split, plan: StepPlan) -> list[tuple[Any, int]]:
-        # Return the micro-batches of a batch, with the number of samples in each.
+        """Return the micro-batches of a batch, with the number of samples in each."""
         return micro_batches(
             batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
         )
