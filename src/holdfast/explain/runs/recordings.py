@@ -51,7 +51,8 @@ class Recordings:
     def events(self, folder: Path) -> list[Event]:
         """Return the events in a folder's event ring, oldest first.
 
-        If the ring cannot be read, the reason is added to `missing` and no events are returned.
+        Events of a damaged ring whose time is not a number are left out. If the ring cannot be
+        read, the reason is added to `missing` and no events are returned.
         """
         try:
             events = read_events(folder)

@@ -297,7 +297,8 @@ class Ranks(Protocol):
         Args:
             passed: The result of the passes over the parts of the batch.
             parameters: The parameters that have gradients.
-            added: Whether to give all ranks the same weight, regardless of their number of items.
+            added: Whether the caller has already weighted the losses, so that they are simply
+                added. All ranks then have the same weight, regardless of their number of items.
         """
         ...
 

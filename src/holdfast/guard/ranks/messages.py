@@ -315,8 +315,8 @@ class Messages:
             action: What this rank is doing, as a verb phrase that follows its name.
             receivers: The ranks to tell. With None, the first rank tells all other ranks, and the
                 other ranks tell the first one.
-            exchange: The exchange in which this rank is waiting. None if it is not waiting, and may
-                still call other guards.
+            exchange: The exchange in which this rank is waiting. None if it is not waiting; it may
+                then still call other guards.
             is_ending: Whether the process of this rank is exiting.
         """
         whereabouts = Whereabouts(

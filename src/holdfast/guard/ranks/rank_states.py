@@ -66,6 +66,8 @@ class RankStates:
 def state_of_rank(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     """Return the state of a rank from a checkpoint that was written by the same number of ranks.
 
+    Its position in the data may be replaced by that of rank 0; see `_common_position`.
+
     Args:
         states: The states of all ranks, as `RankStates.gather` returned them.
         rank: The rank.

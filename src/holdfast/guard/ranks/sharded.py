@@ -256,7 +256,7 @@ def _own_part(tensor: torch.Tensor, *, is_first: bool) -> Any:
     """Return the part of a tensor that this rank saves, or None if another rank saves it.
 
     Raises:
-        CheckpointError: H310 for a tensor that is sharded in any other way than by rows.
+        CheckpointError: H310 if the tensor is sharded other than by rows.
     """
     if not isinstance(tensor, DTensor):
         return tensor if is_first else None

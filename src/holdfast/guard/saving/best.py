@@ -211,7 +211,7 @@ class BestOf:
                 remove(path)
 
     def _rank(self, best: Best) -> tuple[float, int]:
-        """Return the sort key of a checkpoint: the best one comes first, in a tie the older one."""
+        """Return a checkpoint's sort key: the best one sorts first, and the older one in a tie."""
         if self._lower_is_better:
             return best.value, best.global_step
         return -best.value, best.global_step

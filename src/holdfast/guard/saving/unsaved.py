@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from holdfast.core.standard_streams import write_to_stderr
 
-# EX_IOERR of sysexits.h: "an error occurred while doing I/O on some file".
+# EX_IOERR from sysexits.h: "an error occurred while doing I/O on some file".
 EXIT_CODE = 74
 
 # Why the newest state of a run is in no checkpoint, keyed by run directory.

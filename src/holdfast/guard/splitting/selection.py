@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Functions that select by rank order, with the position of their argument `dim` and its default.
+# Functions that select by rank order, with the position of their `dim` argument and its default.
 # None means all dimensions.
 _BY_RANK: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),

@@ -66,7 +66,7 @@ class TwoPassRun:
     call: Call
     # Function that runs backward from a loss into the given tensors. None means all tensors.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    # Function that returns a new keeper of buffers and states. Each part must change buffers and
+    # Function that returns a new `BufferKeeper`. Each part must change buffers and
     # states only once, although its forward pass runs twice.
     keeper: Callable[[], BufferKeeper]
     # The accelerators whose random state is restored.

@@ -98,8 +98,9 @@ class Attempts:
         self._begun = 0
         # The number of the current attempt. None between attempts.
         self.current: int | None = None
-        # The ids of the parameters that the last step updated, and all other parameters.
+        # The ids of the parameters that the last step updated.
         self._stepped_last: list[int] = []
+        # All other parameters.
         self._others: list[torch.Tensor] = []
 
     @property
