@@ -47,7 +47,7 @@ from holdfast.numerics.loss import Terms
 
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=DistributedModel)
-# The policy fields that are restricted in runs with several ranks, mapped to their allowed values.
+# The policy fields that are restricted in runs with several ranks, with their allowed values.
 _ALLOWED_VALUES = {"drop_nonfinite_samples": (False,)}
 
 
