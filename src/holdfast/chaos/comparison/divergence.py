@@ -227,8 +227,8 @@ def random_state_lost(divergence: Divergence) -> RunDifference | None:
     differing -= reference.unsteady.random_states
     differing -= divergence.restored
     if divergence.field == "batch" and divergence.index == divergence.place:
-        # Merely starting a loader draws from torch's generator, so that generator's state may differ
-        # here without being the cause of the different batch.
+        # Merely starting a loader draws from torch's generator, so the state of that generator may
+        # differ here without being the cause of the different batch.
         causes = differing & {"numpy", "python"}
         consequence = "and with it the batch"
     elif divergence.field in CONSEQUENCES:
