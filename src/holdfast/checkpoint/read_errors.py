@@ -145,5 +145,5 @@ def describe(error: BaseException) -> str:
 
 
 def _aside(checkpoint: Path) -> Path:
-    # This is the name that `newest.move_aside` gives to a damaged checkpoint.
+    # This is the name that a damaged checkpoint gets when `newest` moves it aside.
     return checkpoint.with_name(DAMAGED + checkpoint.name)
