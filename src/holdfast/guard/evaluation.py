@@ -348,14 +348,15 @@ def _check_mean(path: str, value: Any, samples: int | None) -> None:
     if isinstance(value, Loss):
         if value.extra is not None:
             raise _bad_output(
-                f"{path} is a Loss with extra outputs", "return these beside the Loss, in a dict."
+                f"{path} is a Loss with extra outputs",
+                "return the Loss without extra, in a dict with the others.",
             )
         return
     items = float(value[1])
     if samples is not None and items < samples:
         raise _bad_output(
-            f"{path} is a pair with {items:g} as its second number, for {_described(samples)}: it"
-            " may be a mean over so many items, or two results",
+            f"{path} is a pair whose second number is {items:g}, for {_described(samples)}: it may"
+            " be a mean and its number of items, or two separate results",
             "return Loss(mean, items) for a mean over fewer items than samples, and a dict for two"
             " results.",
         )

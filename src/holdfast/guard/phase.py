@@ -144,8 +144,8 @@ TRANSITIONS: dict[tuple[Phase, Transition], Phase] = {
     (Phase.AFTER_STEP, Transition.SPOIL): Phase.AFTER_STEP,
 }
 
-# The phase that follows the restoration of an earlier state, by the soundness of the state and the
-# phase before the restoration.
+# The phase after a rollback, keyed by the soundness of the state in memory and the phase before the
+# rollback.
 PHASE_AFTER_ROLLBACK: dict[tuple[Soundness, Phase], Phase] = {
     (Soundness.SOUND, Phase.CLOSED): Phase.CLOSED,
     (Soundness.SOUND, Phase.AT_BOUNDARY): Phase.AT_BOUNDARY,
@@ -158,13 +158,18 @@ PHASE_AFTER_ROLLBACK: dict[tuple[Soundness, Phase], Phase] = {
     (Soundness.BROKEN, Phase.CLOSED): Phase.AFTER_STEP,
     (Soundness.BROKEN, Phase.AT_BOUNDARY): Phase.AFTER_STEP,
     (Soundness.BROKEN, Phase.AFTER_STEP): Phase.AFTER_STEP,
-}
-for _soundness in Soundness:
     # An attempt that has begun continues.
-    PHASE_AFTER_ROLLBACK[_soundness, Phase.IN_STEP] = Phase.IN_STEP
-    PHASE_AFTER_ROLLBACK[_soundness, Phase.IN_FURTHER_STEP] = Phase.IN_FURTHER_STEP
+    (Soundness.SOUND, Phase.IN_STEP): Phase.IN_STEP,
+    (Soundness.REWOUND, Phase.IN_STEP): Phase.IN_STEP,
+    (Soundness.BROKEN, Phase.IN_STEP): Phase.IN_STEP,
+    (Soundness.SOUND, Phase.IN_FURTHER_STEP): Phase.IN_FURTHER_STEP,
+    (Soundness.REWOUND, Phase.IN_FURTHER_STEP): Phase.IN_FURTHER_STEP,
+    (Soundness.BROKEN, Phase.IN_FURTHER_STEP): Phase.IN_FURTHER_STEP,
     # An optimizer has failed in the middle of its step.
-    PHASE_AFTER_ROLLBACK[_soundness, Phase.COMMITTING] = Phase.AFTER_STEP
+    (Soundness.SOUND, Phase.COMMITTING): Phase.AFTER_STEP,
+    (Soundness.REWOUND, Phase.COMMITTING): Phase.AFTER_STEP,
+    (Soundness.BROKEN, Phase.COMMITTING): Phase.AFTER_STEP,
+}
 
 _BETWEEN_STEPS = (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
 _ATTEMPTING = (Phase.IN_STEP, Phase.IN_FURTHER_STEP)

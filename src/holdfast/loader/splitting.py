@@ -77,7 +77,7 @@ def batch_size(batch: Any, split: Split = 0) -> int:
     if len(sizes) > 1:
         raise _disagreement(batch, split)
     if not sizes:
-        raise _uncuttable("the batch contains no tensor with a batch dimension")
+        raise _unsplittable("the batch contains no tensor with a batch dimension")
     return sizes.pop()
 
 
@@ -144,7 +144,9 @@ def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> A
         BatchError: H205 if `split` is a function.
     """
     if callable(split):
-        raise _uncuttable("the batch is split by a function, so single samples cannot be selected")
+        raise _unsplittable(
+            "the batch is split by a function, so single samples cannot be selected"
+        )
     return _part_of(batch, split, size, list(indices))
 
 
@@ -311,7 +313,7 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
     if how is None or isinstance(leaf, _SHARED) or _is_plain_list(leaf):
         return None
     if not _is_cuttable(leaf):
-        raise _uncuttable(
+        raise _unsplittable(
             f"{path} is a {type(leaf).__name__}, and holdfast does not know how to split it by"
             " samples"
         )
@@ -365,9 +367,9 @@ def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) ->
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def _uncuttable(what: str) -> BatchError:
+def _unsplittable(problem: str) -> BatchError:
     return BatchError(
-        what, limit="only parts with a known batch dimension can be split", fix=_FIX, rule="H205"
+        problem, limit="only parts with a known batch dimension can be split", fix=_FIX, rule="H205"
     )
 
 

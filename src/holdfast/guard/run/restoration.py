@@ -31,7 +31,7 @@ from holdfast.guard.saving.components import (
     states_now,
 )
 from holdfast.guard.saving.saves import Saving
-from holdfast.guard.saving.snapshots import Kept, Snapshots
+from holdfast.guard.saving.snapshots import HostSnapshot, Snapshots
 from holdfast.guard.saving.unsaved import forget_left_steps
 from holdfast.guard.state.trees import copied_to_host
 from holdfast.loader.random_state import RandomState, restore
@@ -218,45 +218,45 @@ class Restoration:
             The guard's own part of the restored state, or None if there is no such state.
         """
         self._saving.finish()
-        kept = None
+        snapshot = None
         entry = None
         if before_step is not None:
             before_step = max(before_step, self._known_good)
         if not rewind_data:
-            kept = self._snapshots.newest(
+            snapshot = self._snapshots.newest(
                 self._record.global_step if before_step is None else before_step
             )
-        if kept is None and self._policy.save_interval_steps is not None:
+        if snapshot is None and self._policy.save_interval_steps is not None:
             entry = self._newest_good(before_step)
-        if kept is None and entry is None:
+        if snapshot is None and entry is None:
             return None
         try:
             # If loading fails partway, the state in memory is inconsistent and must not be saved.
             with self._state.rolling_back():
-                training = self._load_earlier(kept, entry)
+                training = self._load_earlier(snapshot, entry)
                 if rewind_data:
                     self._go_to_position_of(training)
         except BaseException as error:
             self._record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
-        if kept is not None and not trusted:
+        if snapshot is not None and not trusted:
             # If the run fails again after this rollback, the next rollback uses an older snapshot.
-            self._snapshots.distrust(kept)
-        self._saving.returned(to_checkpoint=kept is None)
+            self._snapshots.distrust(snapshot)
+        self._saving.returned(to_checkpoint=snapshot is None)
         self._snapshots.returned_to(self._record.global_step)
         if trusted:
             # The restored state predates the cause, so no later rollback needs an older state.
             self._known_good = self._record.global_step
         return training
 
-    def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
-        """Load a snapshot, or a checkpoint if `kept` is None.
+    def _load_earlier(self, snapshot: HostSnapshot | None, entry: Entry | None) -> dict[str, Any]:
+        """Load a snapshot, or a checkpoint if `snapshot` is None.
 
         Returns:
             The guard's own part of the loaded state.
         """
-        if kept is not None:
-            return self._put_back(copied_to_host(kept.trees))
+        if snapshot is not None:
+            return self._put_back(copied_to_host(snapshot.trees))
         assert entry is not None
         return self._restore(entry, in_place=True)
 

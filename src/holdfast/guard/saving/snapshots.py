@@ -32,7 +32,7 @@ _SMALL_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class HostSnapshot:
     """A copy of the training state in host memory."""
 
     # The number of optimizer steps in the state.
@@ -56,7 +56,7 @@ class Snapshots:
         self._interval = interval_steps
         self._clock = clock
         self._available = available
-        self._kept: list[Kept] = []
+        self._snapshots: list[HostSnapshot] = []
         self._last_step = 0
         # The number of failures in a row.
         self._failures = 0
@@ -96,8 +96,8 @@ class Snapshots:
             self.give_up()
             return False
         # Free old snapshots before copying, so that no more than `_KEPT` are ever in memory.
-        del self._kept[: 1 - _KEPT]
-        self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
+        del self._snapshots[: 1 - _KEPT]
+        self._snapshots.append(HostSnapshot(global_step=global_step, trees=copied_to_host(trees)))
         now = self._clock.monotonic_seconds()
         self._took_seconds = now - started
         self._last_step = global_step
@@ -120,26 +120,28 @@ class Snapshots:
         if self._failures == _MOST_FAILURES:
             self.give_up()
 
-    def newest(self, before_step: int) -> Kept | None:
+    def newest(self, before_step: int) -> HostSnapshot | None:
         """Return the newest snapshot from step `before_step` or an earlier one, or None."""
-        for snapshot in reversed(self._kept):
+        for snapshot in reversed(self._snapshots):
             if snapshot.global_step <= before_step:
                 return snapshot
         return None
 
     def returned_to(self, global_step: int) -> None:
         """Discard the snapshots of later steps, after a rollback to step `global_step`."""
-        self._kept = [snapshot for snapshot in self._kept if snapshot.global_step <= global_step]
+        self._snapshots = [
+            snapshot for snapshot in self._snapshots if snapshot.global_step <= global_step
+        ]
         self._last_step = global_step
         self._last_seconds = self._clock.monotonic_seconds()
 
-    def distrust(self, kept: Kept) -> None:
+    def distrust(self, distrusted: HostSnapshot) -> None:
         """Discard a snapshot that the run has rolled back to, since the failure may repeat."""
-        self._kept = [snapshot for snapshot in self._kept if snapshot is not kept]
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot is not distrusted]
 
     def give_up(self) -> None:
         """Discard all snapshots and take no more, because the memory is needed elsewhere."""
-        self._kept = []
+        self._snapshots = []
         self._interval = None
 
 
