@@ -8,7 +8,7 @@ iterator cannot be restarted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from holdfast.guard.loader_positions import (
 from holdfast.guard.parts import Stateful
 from holdfast.loader.foreign.promises import EXACT, keeps_by_state_dict, resume_promise
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.random_state import RandomState, capture
+from holdfast.loader.random_state import RandomState, capture, with_generators
 
 # The resume promise of a holdfast.DataLoader.
 _EXACT_OF_HOLDFAST = (
@@ -313,6 +313,23 @@ class Cursor:
         if self._handed_out is None:
             return None
         return self._handed_out.indices_of(batch, size)
+
+    @property
+    def handed_out(self) -> HandedOut | None:
+        """Return the current batch as the loader yielded it, or None if this was not recorded."""
+        return self._handed_out
+
+    def rewind_random_state(self, earlier: RandomState, generators: Collection[str]) -> None:
+        """Rewind generators in the random state before the fetch of the current batch.
+
+        Call this if a step is undone after the next batch was fetched.
+
+        Args:
+            earlier: The random state before the step.
+            generators: The names of the generators that the step has moved.
+        """
+        if self._progress.fetching and self._before_fetch is not None:
+            self._before_fetch = with_generators(self._before_fetch, earlier, generators)
 
     def repeats(self) -> bool:
         """Return whether the current batch repeats one that another rank trains on and counts."""

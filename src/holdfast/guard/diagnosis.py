@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.core.events import run_events
@@ -17,9 +18,10 @@ from holdfast.guard.record import RunRecord
 from holdfast.learning.finding import Finding, with_origin
 from holdfast.learning.observer import Observer
 from holdfast.learning.subjects import Intent, Subjects
+from holdfast.numerics.gradients import Group
 
 if TYPE_CHECKING:
-    from holdfast.guard.result import Outcome, StepAttempt
+    from holdfast.guard.result import Outcome
 
 
 class Diagnosis:
@@ -60,21 +62,30 @@ class Diagnosis:
         findings = self._observer.findings.all()
         return [with_origin(finding, self._origin) for finding in findings]
 
+    def is_due(self, *, undecided_steps: int) -> bool:
+        """Return whether the next step will be sampled.
+
+        Args:
+            undecided_steps: The number of steps whose results are unknown.
+        """
+        return self._observer is not None and self._observer.due(undecided_steps=undecided_steps)
+
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
         """Return a context that observes an attempt, or None if this step is not sampled."""
         if self._observer is None or not self._observer.due():
             return None
         return self._observer.begin_step()
 
-    def before_step(self, name: str, attempt: StepAttempt) -> None:
+    def before_step(self, name: str, groups: Sequence[Group], norms: torch.Tensor) -> None:
         """Observe the gradients of an attempt before the optimizer uses them.
 
         Args:
             name: The name of the optimizer.
-            attempt: The attempt that is about to be committed.
+            groups: The parameter groups of the attempt.
+            norms: The norm of each gradient, in the order of the groups.
         """
         if self._observer is not None:
-            self._observer.before_step(name, norms=lambda: _gradient_norms(attempt))
+            self._observer.before_step(name, norms=lambda: _gradient_norms(groups, norms))
 
     def after_step(self, name: str) -> None:
         """Observe the weights after a step of the optimizer with this name."""
@@ -154,10 +165,10 @@ def _is_traced(outcome: Outcome) -> bool:
     return outcome.provenance is not None and outcome.provenance.origin is not None
 
 
-def _gradient_norms(attempt: StepAttempt) -> dict[int, float]:
+def _gradient_norms(groups: Sequence[Group], norms: torch.Tensor) -> dict[int, float]:
     """Return the norm of each gradient before clipping, keyed by the ``id`` of its parameter.
 
     This synchronizes with the device.
     """
-    ids = [id(parameter) for group in attempt.groups for parameter in group.parameters]
-    return dict(zip(ids, attempt.norms.tolist(), strict=True))
+    ids = [id(parameter) for group in groups for parameter in group.parameters]
+    return dict(zip(ids, norms.tolist(), strict=True))

@@ -40,8 +40,9 @@ from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop
+from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
-from holdfast.guard.run.steps import Recovery, Steps
+from holdfast.guard.run.steps import Steps
 from holdfast.guard.saving.best import Best, BestOf, as_metric
 from holdfast.guard.saving.components import check_models_can_be_saved, check_saveable
 from holdfast.guard.schedules import Schedules
@@ -49,6 +50,7 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.trained_weights import TrainedWeights
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
+from holdfast.guard.timing import DecisionTiming
 from holdfast.learning.finding import Finding
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
@@ -193,9 +195,10 @@ class Guard:
         self._session = Session(context, self._directory, clock)
         self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
-        self._steps = Steps(self._session, self._engine, self._recovery)
+        timing = DecisionTiming(context, self._framework())
+        self._steps = Steps(self._session, self._engine, self._recovery, timing)
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
-        self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
+        self._boundaries = Loop(self._session, self._stop, saves, self._recovery, self._steps)
         weakref.finalize(self, self._asked.uninstall)
         # At exit, this must run before the interpreter shuts down. If the observer's hooks were
         # removed later, torch would abort the process.
@@ -215,6 +218,13 @@ class Guard:
         """Return a cursor at the beginning of a loader. `HostedGuard` returns another type."""
         return Cursor(loader, self._parts.devices())
 
+    def _framework(self) -> str | None:
+        """Return why a framework needs the result of a step at once, or None without a framework.
+
+        `HostedGuard` overrides this.
+        """
+        return None
+
     def _report_steps_left_behind(self) -> None:
         self._session.restoration.report_steps_left_behind()
 
@@ -224,7 +234,9 @@ class Guard:
     def global_step(self) -> int:
         """Return the number of optimizer steps that have updated the weights, over all restarts.
 
-        A rollback resets this number to that of the restored state.
+        A rollback resets this number to that of the restored state. If the result of the last step
+        is not known yet (see ``Policy.decide``), the step is counted, and the number drops by one
+        if it is refused. Reading the number never waits.
         """
         return self._record.global_step
 
@@ -256,12 +268,20 @@ class Guard:
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals.
 
-        With fp16, this synchronizes with the device once.
+        With fp16, this synchronizes with the device once. If the result of the last step is not
+        known yet, this waits for it.
         """
+        self._settle()
         return self._session.statistics()
+
+    def _settle(self) -> None:
+        """Read the result of the last step if it is not known yet."""
+        with naming_lack_of_memory("running a step"):
+            self._steps.settle()
 
     def events(self) -> list[Event]:
         """Return all events of the run, oldest first, including those of earlier processes."""
+        self._settle()
         return self._record.events()
 
     def request_stop(self, reason: str = "requested") -> None:
@@ -417,6 +437,16 @@ class Guard:
             self._engine.diagnosis.open()
 
     def _release(self, how: End | None = None) -> None:
+        try:
+            self._settle()
+        except BaseException as error:
+            self._record.left_by(error)
+            self._close_session("failed")
+            raise
+        self._close_session(how)
+
+    def _close_session(self, how: End | None) -> None:
+        """Stop observing, and unlock the run directory."""
         self._boundaries.count_batch()
         self._asked.uninstall()
         try:
@@ -431,6 +461,7 @@ class Guard:
         """
         with naming_lack_of_memory("saving and closing the run"):
             self._session.check_averages()
+            self._settle()
             self._boundaries.count_batch()
             try:
                 self._session.save_unsaved(self._open)
@@ -453,6 +484,7 @@ class Guard:
     def _end_process(self) -> NoReturn:
         """Save a checkpoint and exit, because there is no loop over `batches` that could end."""
         self._swapped.close()
+        self._settle()
         self._stop.honor()
         request = run_events.StopRequested(
             reason=str(self._stop.reason),
@@ -517,6 +549,7 @@ class Guard:
             PolicyError: H105 for an invalid argument, H115 if the ranks report different values.
         """
         self._session.check_averages()
+        self._settle()
         number = as_metric(value, keep, patience)
         if name not in self._validated:
             # Every rank reads the saved best values here, before rank 0 overwrites them.
@@ -572,6 +605,7 @@ class Guard:
         only here, because they are less reliable: that the run does not learn (H828) and that its
         loss has risen (H826). The list is empty if the policy has ``diagnose=False``.
         """
+        self._settle()
         return self._engine.diagnosis.findings_on_request()
 
     def emit(self, data: EventData) -> None:
@@ -644,6 +678,7 @@ class Guard:
         average that the script has swapped in, because a checkpoint would contain those weights.
         """
         try:
+            self._settle()
             models, devices = list(self._parts.models.values()), self._parts.devices()
             stop = self._stop.interrupting_if(self._may_save_in_evaluation)
             with self._record.errors(), stop, evaluating(models, devices):
@@ -739,6 +774,7 @@ class Guard:
         """
         self._session.check_not_in_step()
         self._session.check_averages(required=True)
+        self._settle()
         with ExitStack() as self._swapped:
             self._swapped.enter_context(self._parts.averages_swapped_in(self._session.state))
             yield

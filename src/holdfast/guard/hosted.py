@@ -153,6 +153,10 @@ class HostedGuard(Guard):
         """Return an `ExternalCursor`, since the framework iterates the loader."""
         return ExternalCursor(loader, self._parts.devices())
 
+    def _framework(self) -> str:
+        """Return why each step is decided before its optimizer runs."""
+        return "the framework steps its schedulers right after each step"
+
     # --- steps
 
     @property

@@ -190,6 +190,7 @@ class RunState:
         self._soundness = Soundness.SOUND
         self._in_loop = False
         self._averaged = False
+        self._undecided = False
 
     @property
     def phase(self) -> Phase:
@@ -212,12 +213,22 @@ class RunState:
         return self._averaged
 
     @property
+    def undecided(self) -> bool:
+        """Return whether the result of the last step is still unknown.
+
+        The weights, buffers and moments already include the step if and only if it was accepted,
+        but counters, schedulers and random state may have to change.
+        """
+        return self._undecided
+
+    @property
     def may_be_saved(self) -> bool:
         """Return whether a run could resume from a checkpoint of the current state."""
         return (
             self._phase in _BETWEEN_STEPS
             and self._soundness is Soundness.SOUND
             and not self._averaged
+            and not self._undecided
         )
 
     @property
@@ -293,6 +304,18 @@ class RunState:
         self._follow(Transition.STEP_FAILED)
         if self._soundness is Soundness.SOUND and not is_whole:
             self._soundness = Soundness.BROKEN
+
+    # --- a step whose result is not known yet
+
+    def leave_undecided(self) -> None:
+        """Record that a committed step is complete, except that its result is unknown."""
+        assert not self._undecided
+        self._undecided = True
+
+    def decide(self) -> None:
+        """Record that the result of the undecided step is known."""
+        assert self._undecided
+        self._undecided = False
 
     # --- the loop
 

@@ -84,6 +84,27 @@ class StepAttempt:
     dropped: tuple[tuple[int, int], ...] = ()
     extra: Mapping[str, Any] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        passed: PassResult,
+        groups: list[Group],
+        facts: GradientFacts,
+        norms: torch.Tensor,
+        micro_batch_size: int | None,
+    ) -> StepAttempt:
+        """Combine the results of the passes with the facts about their gradients."""
+        return cls(
+            loss=passed.loss,
+            items=passed.items,
+            micro_batch_size=micro_batch_size,
+            groups=groups,
+            facts=facts,
+            norms=norms,
+            dropped=passed.dropped,
+            extra=passed.extra,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:

@@ -170,13 +170,19 @@ class Observer:
         counts = [optimizer.observed.steps for optimizer in self._optimizers.values()]
         return max(counts, default=0)
 
-    def due(self) -> bool:
-        """Return whether the next step should be sampled."""
+    def due(self, *, undecided_steps: int = 0) -> bool:
+        """Return whether the next step should be sampled.
+
+        Args:
+            undecided_steps: The number of steps that have run but have not ended yet, because their
+                results are unknown.
+        """
         if self.failure is not None:
             return False
         if self._run.backwards_since_step > MAX_BACKWARDS_WITHOUT_STEP:
             return False
-        return is_selected(self._ended_steps, len(self._optimizers), SAMPLED)
+        step = self._ended_steps + undecided_steps
+        return is_selected(step, len(self._optimizers), SAMPLED)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that observes the training passes in its body.

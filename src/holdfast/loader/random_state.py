@@ -13,7 +13,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,11 @@ _MT19937_BYTES = 624 * 4 + 4
 
 # NumPy's legacy seeds have 32 bits.
 _MASK_32_BITS = 0xFFFFFFFF
+
+# The names of the generators on the CPU in messages.
+_PYTHON = "Python"
+_NUMPY = "NumPy"
+_TORCH_CPU = "torch on the CPU"
 
 _torch_state = torch.default_generator.get_state
 _set_torch_state = torch.default_generator.set_state
@@ -110,6 +115,48 @@ def restore(state: RandomState) -> None:
         module = torch.get_device_module(device)
         if device.index is None or device.index < module.device_count():
             module.set_rng_state(device_state, device)
+
+
+def changed_generators(before: RandomState, after: RandomState) -> frozenset[str]:
+    """Return the names of the generators that differ between two states of this process.
+
+    The names are ``"Python"``, ``"NumPy"``, ``"torch on the CPU"`` and those of devices, such as
+    ``"cuda:0"``. A generator of Python or NumPy whose state was restored in between counts as
+    different, even if nothing was drawn.
+    """
+    changed = set()
+    # `capture` returns the same object again if nothing was drawn.
+    if before.python is not after.python:
+        changed.add(_PYTHON)
+    if before.numpy is not after.numpy:
+        changed.add(_NUMPY)
+    if not torch.equal(before.cpu, after.cpu):
+        changed.add(_TORCH_CPU)
+    for name, device_state in after.devices.items():
+        if name not in before.devices or not torch.equal(before.devices[name], device_state):
+            changed.add(name)
+    return frozenset(changed)
+
+
+def with_generators(
+    state: RandomState, source: RandomState, generators: Collection[str]
+) -> RandomState:
+    """Return a state in which some generators have the state that they have in another one.
+
+    Args:
+        state: The state of all other generators.
+        source: The state of the chosen generators.
+        generators: The names of the chosen generators, as `changed_generators` returns them.
+    """
+    return RandomState(
+        python=source.python if _PYTHON in generators else state.python,
+        numpy=source.numpy if _NUMPY in generators else state.numpy,
+        cpu=source.cpu if _TORCH_CPU in generators else state.cpu,
+        devices={
+            name: source.devices[name] if name in generators else device_state
+            for name, device_state in state.devices.items()
+        },
+    )
 
 
 def of_another_rank(state: RandomState, rank: int) -> RandomState:

@@ -113,6 +113,11 @@ class MemoryLadder:
         """Whether the current plan is a larger plan that is still being tried out."""
         return self._fallback is not None
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the current plan is the largest one, which committed steps do not change."""
+        return self._fallback is None and self._is_largest(self.plan)
+
     def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
         """Decide what to do after an attempt ran out of memory, and update the plan.
 

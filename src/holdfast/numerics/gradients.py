@@ -51,6 +51,50 @@ class GradientFacts:
     items: float | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class Measurement:
+    """The loss of a step and the norms of its gradients, before the host has read them."""
+
+    # The norm of each gradient, in the order of the groups, shape ``(number of gradients,)``.
+    norms: torch.Tensor
+    # The norm of all gradients together, shape ``()``.
+    total: torch.Tensor
+    # The loss of the step, shape ``()``.
+    loss: torch.Tensor
+    # The norm of each group, each of shape ``()``. Empty if there is only one group.
+    group_norms: list[torch.Tensor]
+    # The number of items over which the loss is a mean, shape ``()``. None if the host knows it.
+    items: torch.Tensor | None
+    # The names of the groups.
+    group_names: list[str]
+
+    def scalars(self) -> list[torch.Tensor]:
+        """Return the values that `facts` needs, each of shape ``()``."""
+        scalars = [self.total, self.loss, *self.group_norms]
+        if self.items is not None:
+            scalars.append(self.items)
+        return scalars
+
+    def facts(self, values: Sequence[float]) -> GradientFacts:
+        """Return the facts of the step.
+
+        Args:
+            values: The values of `scalars`, as read by the host.
+        """
+        total = values[0]
+        loss = values[1]
+        # A single group has no norm of its own, since its norm is the total.
+        group_norms = values[2 : 2 + len(self.group_norms)] or [total]
+        return GradientFacts(
+            norms=dict(zip(self.group_names, group_norms, strict=True)),
+            total=total,
+            loss=loss,
+            overflowed=False,
+            nonfinite=not (math.isfinite(total) and math.isfinite(loss)),
+            items=None if self.items is None else values[-1],
+        )
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a tensor, or the tensor itself if it is not sharded."""
     shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -85,14 +129,32 @@ def inspect(
     else:
         gradients = [local(gradient) for gradient in gradients]
         norms = share(_norms(gradients))
-    facts, stacked = _summarize(groups, norms, loss, items)
+    measurement = _summarize(groups, norms, loss, items)
+    facts = measurement.facts(_read(measurement.scalars()))
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
-        return facts, stacked
+        return facts, measurement.norms
     exact_norms = [_norm_fp64(gradient) for gradient in gradients]
     if share is not None:
         exact_norms = share(exact_norms)
-    facts, stacked = _summarize(groups, exact_norms, loss, items)
-    return replace(facts, overflowed=not facts.nonfinite), stacked
+    measurement = _summarize(groups, exact_norms, loss, items)
+    facts = measurement.facts(_read(measurement.scalars()))
+    return replace(facts, overflowed=not facts.nonfinite), measurement.norms
+
+
+def measure(
+    groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None = None
+) -> Measurement:
+    """Measure the gradients of a step without reading the result. Cost: no host sync.
+
+    Unlike `inspect`, this cannot tell a norm that has overflowed from gradients with NaN or Inf.
+
+    Args:
+        groups: The parameter groups. At least one of them must have a parameter.
+        loss: The step's loss, shape ``()``, detached.
+        items: The number of items over which the loss is a mean, shape ``()``. None if the host
+            already knows it.
+    """
+    return _summarize(groups, _norms(_gradients_of(groups)), loss, items)
 
 
 def _gradients_of(groups: Sequence[Group]) -> list[torch.Tensor]:
@@ -127,35 +189,24 @@ def _summarize(
     norms: Sequence[torch.Tensor],
     loss: torch.Tensor,
     items: torch.Tensor | None,
-) -> tuple[GradientFacts, torch.Tensor]:
-    """Return the `GradientFacts` of a step, and the given norms stacked into one tensor."""
+) -> Measurement:
+    """Combine the norms of the gradients into those of the groups and of the whole step."""
     device = norms[0].device
     stacked = torch.stack(
         [norm if norm.device == device else norm.to(device) for norm in norms],
     )
-    total = torch.linalg.vector_norm(stacked)
     group_norms: list[torch.Tensor] = []
     if len(groups) > 1:
         sizes = [len(group.parameters) for group in groups]
         group_norms = [torch.linalg.vector_norm(part) for part in torch.split(stacked, sizes)]
-    scalars = [total, loss, *group_norms]
-    if items is not None:
-        scalars.append(items)
-    values = _read(scalars)
-    total_value = values[0]
-    loss_value = values[1]
-    # With a single group, its norm is the total norm, and no group norms were computed. Otherwise
-    # they follow the total and the loss in `values`.
-    norms_by_group = values[2 : 2 + len(group_norms)] or [total_value]
-    facts = GradientFacts(
-        norms=dict(zip([group.name for group in groups], norms_by_group, strict=True)),
-        total=total_value,
-        loss=loss_value,
-        overflowed=False,
-        nonfinite=not (math.isfinite(total_value) and math.isfinite(loss_value)),
-        items=None if items is None else values[-1],
+    return Measurement(
+        norms=stacked,
+        total=torch.linalg.vector_norm(stacked),
+        loss=loss,
+        group_norms=group_norms,
+        items=items,
+        group_names=[group.name for group in groups],
     )
-    return facts, stacked
 
 
 def _read(scalars: Sequence[torch.Tensor]) -> list[float]:

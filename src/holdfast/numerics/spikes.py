@@ -135,6 +135,24 @@ class SpikeDetector:
             return Level.CALM
         return self._monitors[key].judge(loss, norm, self.steps)
 
+    def calm_loss(self, key: str) -> float | None:
+        """Return a loss up to which the next step is certain to be judged calm.
+
+        A step can thus be committed before its loss is known, unless its loss turns out to be
+        larger.
+
+        Args:
+            key: Identifies the loss function, as in `judge`.
+
+        Returns:
+            The loss, which is Inf if every step is calm. None if the next step must be judged
+            before it is committed, because something is suspected.
+        """
+        monitor = self._monitors.get(key)
+        if monitor is None or not self._minimizes:
+            return math.inf
+        return monitor.calm_loss()
+
     def accepted(self, key: str, loss: float, norm: float) -> None:
         """Add the last judged step to the statistics, after the step was committed."""
         if math.isfinite(loss) and math.isfinite(norm):
@@ -308,6 +326,20 @@ class _LossMonitor:
         if self.calm_steps is not None and self.suspected_since is None:
             self.calm_steps += 1
         return Level.CALM
+
+    def calm_loss(self) -> float | None:
+        """Return a loss up to which the next step is certain to be judged calm; see `judge`.
+
+        A step with such a loss is not hard, since its loss is not far from the usual ones. It could
+        only be judged diverged if the level of the losses before it were already suspicious.
+        """
+        if self.loss is None:
+            return math.inf
+        calm = min(self.bounds.loss_far, self.bounds.gone)
+        high_losses = sum(loss > calm for loss in self.recent)
+        if self.suspected_since is not None or high_losses > 0:
+            return None
+        return calm
 
     def accept(self, loss: float, norm: float, now: int) -> None:
         """Add the values of a committed step to the statistics, unless it was a hard step."""

@@ -720,6 +720,24 @@ class OnednnSwitchedOff(EventData):
         return f"oneDNN ran out of memory and is switched off from now on ({self.promise})"
 
 
+class DecidedNow(WithReason):
+    """Some or all steps are decided before their optimizer runs, although they could be late.
+
+    See ``Policy.decide``. A reason is recorded when it first applies.
+    """
+
+    summary: ClassVar[str] = "the host reads the result of a step before the optimizer runs"
+
+
+class OptimizerNotFused(DecidedNow):
+    """Steps are decided before their optimizer runs, because it is not fused."""
+
+    fix: str
+
+    def __str__(self) -> str:
+        return f"a GPU waits for the host in each step, because {self.why}; {self.fix}"
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 

@@ -166,6 +166,13 @@ class Policy:
     rollback returns. With None, or if the copies do not fit into memory, a rollback returns to a
     checkpoint. The default of 100 is how far PaLM's training was rolled back before a spike."""
 
+    decide: kinds.Decide = "auto"
+    """When the host reads whether a step was finite. ``"now"``: before the optimizer runs, so a GPU
+    waits for the host once in each step. ``"late"``: in the next step, so a GPU never waits. The
+    GPU itself then keeps a refused step from changing the weights, the moments and the buffers,
+    which needs optimizers created with ``fused=True``. ``"auto"``: late on accelerators if all
+    optimizers are fused, otherwise now."""
+
     diagnose: kinds.Flag = True
     """Whether to look for reasons why the model does not learn. The first steps are checked
     exhaustively, and later steps are sampled."""

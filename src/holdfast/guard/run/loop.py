@@ -18,8 +18,9 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
+from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
-from holdfast.guard.run.steps import Recovery
+from holdfast.guard.run.steps import Steps
 from holdfast.guard.saving.unkept import UnkeptNumbers
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -86,10 +87,16 @@ class Loop:
         stop: The stop request that all ranks agree on.
         saves: Decides for all ranks when a save is due.
         recovery: Rolls back when a save is refused.
+        steps: The steps of the run, of which the last one may be undecided.
     """
 
     def __init__(
-        self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery
+        self,
+        session: Session,
+        stop: StopRequest,
+        saves: Saves,
+        recovery: Recovery,
+        steps: Steps,
     ) -> None:
         self._session = session
         self._record = session.record
@@ -97,6 +104,7 @@ class Loop:
         self._stop = stop
         self._saves = saves
         self._recovery = recovery
+        self._steps = steps
         self._state = session.state
         self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
         # Whether a save is due but was postponed.
@@ -141,6 +149,8 @@ class Loop:
             self.leave()
         if not self._session.is_open:
             return
+        with self._record.errors():
+            self._steps.settle()
         self._session.saving.finish()
         if not self._state.in_loop:
             with self._record.errors():
@@ -190,6 +200,7 @@ class Loop:
         return self._stop.reason is not None
 
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
+        self._steps.settle()
         self._state.enter_loop()
         begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
@@ -228,6 +239,7 @@ class Loop:
         """
         cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
+        self._steps.settle()
         is_interrupt = not isinstance(error, Exception)
         directory_is_lost = isinstance(error, RunDirectoryError)
         if not is_interrupt and self._ranks.world_size == 1 and not directory_is_lost:
@@ -244,6 +256,7 @@ class Loop:
         body may have changed it.
         """
         try:
+            self._steps.settle()
             if self._state.must_rewind:
                 self._recovery.roll_back_again()
         except BaseException as error:
@@ -269,6 +282,7 @@ class Loop:
         """
         if self._stop.reason is None or self._ranks.world_size > 1:
             return False
+        self._steps.settle()
         if not self._session.saving.may_save_more:
             # The state is incomplete, for example because a step failed partway.
             return False
@@ -316,6 +330,7 @@ class Loop:
                 return
             yield batch
             self._session.check_averages()
+            self._settle_if_due(limits)
             if self._state.must_rewind:
                 # A step has restored an earlier state. The rest of the loop body has run since then
                 # and may have changed that state, so restore it again.
@@ -324,7 +339,21 @@ class Loop:
             self._pass_boundary(cursor)
             if self._is_finished(cursor, limits):
                 return
+        # The next epoch draws its order from a generator that a refused step would have to rewind.
+        self._steps.settle()
+        if self._state.must_rewind:
+            self._recovery.roll_back_again()
+            return
         self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
+
+    def _settle_if_due(self, limits: Limits) -> None:
+        """Read the result of an undecided step if the loop depends on it at this boundary."""
+        if not self._steps.is_undecided:
+            return
+        global_step = self._record.global_step
+        may_end = self._stop.reason is not None or limits.are_reached(epochs=0, steps=global_step)
+        if may_end or self._saves.is_due() or self._session.snapshots.is_due(global_step):
+            self._steps.settle()
 
     def _pass_boundary(self, cursor: Cursor) -> None:
         """Count the batch that the loop body has finished with, and save if a save is due."""
@@ -461,6 +490,7 @@ class Loop:
 
         This is called at the beginning of a step, when the previous step is complete.
         """
+        self._settle_if_due(Limits(epochs=None, steps=None))
         self._state.boundary()
         self._save_if_due()
 

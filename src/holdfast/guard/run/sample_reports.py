@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.core.errors import LoaderError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
+from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Outcome, Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMark:
+    """The position of a batch in the data, and the loader's batch from which it was made."""
+
+    # Fields of an event. Empty if the guard has no loader.
+    position: dict[str, Any]
+    handed_out: HandedOut | None
 
 
 class SampleReports:
@@ -25,6 +36,26 @@ class SampleReports:
     def __init__(self, record: RunRecord, cursor: Cursor | None) -> None:
         self._record = record
         self._cursor = cursor
+        # The batch that reports are about. None means the loop's current batch.
+        self._mark: BatchMark | None = None
+
+    def mark(self) -> BatchMark:
+        """Return the mark of the loop's current batch."""
+        handed_out = None if self._cursor is None else self._cursor.handed_out
+        return BatchMark(position=self.position(), handed_out=handed_out)
+
+    @contextlib.contextmanager
+    def about(self, mark: BatchMark) -> Iterator[None]:
+        """Make reports inside the context refer to an earlier batch.
+
+        Args:
+            mark: The value that `mark` returned for that batch.
+        """
+        self._mark = mark
+        try:
+            yield
+        finally:
+            self._mark = None
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
         """Record where NaN or Inf came from, and return a message about the origin.
@@ -101,16 +132,21 @@ class SampleReports:
             outcome: The outcome of the step.
             batch: The batch passed to the step.
         """
-        cursor = self._cursor
-        if cursor is None:
+        if self._cursor is None:
             return None
         # `outcome.size` is the batch size of the last attempt. Add the samples that were removed
         # from the batch before it.
         size = None if outcome.size is None else outcome.size + len(outcome.dropped)
-        return cursor.sample_indices(batch, size)
+        if self._mark is None:
+            return self._cursor.sample_indices(batch, size)
+        if self._mark.handed_out is None:
+            return None
+        return self._mark.handed_out.indices_of(batch, size)
 
     def position(self) -> dict[str, Any]:
         """Return the epoch and the batch number as fields for an event."""
+        if self._mark is not None:
+            return self._mark.position
         cursor = self._cursor
         return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
 

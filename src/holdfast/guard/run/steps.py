@@ -1,434 +1,77 @@
-"""Count and record the engine's steps, and recover from failed steps.
+"""Count and record the engine's steps.
 
-`Steps` runs a step with the engine, counts it and records it. `Recovery` decides how to continue
-after a step that was refused (NaN or Inf, a loss spike) or whose optimizer failed: skip the batch,
-return to an earlier state, or stop.
+`Steps` runs a step with the engine, counts it and records it. If a step may be decided late (see
+``decision``), it remains undecided until the next step or until `Steps.settle` is called, whichever
+comes first.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
-from holdfast.core.errors import (
-    BatchError,
-    DivergenceError,
-    HoldfastError,
-    NonFiniteError,
-    OutOfMemoryError,
-)
+from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError
 from holdfast.core.events import run_events
-from holdfast.core.events.data import Promise
-from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
-from holdfast.guard.optimizers import OptimizerMemory
-from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt, StepResult
-from holdfast.guard.run.sample_reports import SampleReports
-from holdfast.guard.run.session import Session
-from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.guard.step.engine import StepEngine
-from holdfast.loader.splitting import Split
-from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, naming_lack_of_memory
-from holdfast.numerics.decisions import (
-    decide_after_nonfinite,
-    decide_after_spike,
-    describe_nonfinite,
+from holdfast.core.events.decisions import Decision, SkipStep
+from holdfast.guard.decision import UnreadAttempt, is_repetition
+from holdfast.guard.phase import Phase
+from holdfast.guard.result import (
+    Outcome,
+    PartialOptimizerStep,
+    Provenance,
+    StepAttempt,
+    StepResult,
 )
-from holdfast.numerics.spikes import GOOD_AFTER, Level
+from holdfast.guard.run.recovery import Recovery
+from holdfast.guard.run.session import Session
+from holdfast.guard.run.undecided import StepCall, UndecidedResult, UndecidedStep
+from holdfast.guard.splitting.loss_functions import called_inside
+from holdfast.guard.splitting.split_safety import LossFunction
+from holdfast.guard.state.work import Work
+from holdfast.guard.step.engine import StepEngine
+from holdfast.guard.timing import DecisionTiming
+from holdfast.loader.random_state import capture, changed_generators, restore, with_generators
+from holdfast.loader.splitting import Split
+from holdfast.memory.oom import naming_lack_of_memory
+from holdfast.memory.tensors import versions_of
+from holdfast.numerics.gradients import GradientFacts
 from holdfast.recorder.black_box import StepMark
 
-# A divergence counts as overcome once the run is this many steps past it. For comparison, the
-# training of PaLM (2022) was restarted about 100 steps before a spike and skipped 200 to 500
-# batches.
-_STEPS_TO_OVERCOME_DIVERGENCE = 100
-
-
-class Trouble(Enum):
-    """Why a step is refused."""
-
-    NONFINITE = "NaN or Inf"
-    DIVERGED = "divergence"
-
-
-class Recovery:
-    """Decides how to recover from a failed step, and carries out the decision."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._record = session.record
-        self._policy = session.policy
-        self.samples = SampleReports(session.record, session.cursor)
-        # The global step at which an optimizer last failed partway through its step.
-        self._failed_half_way_at: int | None = None
-        self._optimizer_memory = OptimizerMemory(session.parts.optimizers.values())
-
-    # --- refused steps
-
-    def judge(self, series: str, attempt: StepAttempt) -> Decision | None:
-        """Decide whether an attempt with finite values may be committed.
-
-        Args:
-            series: The name of the series of losses to which the attempt belongs; see `Steps.step`.
-            attempt: The attempt.
-
-        Returns:
-            The decision to refuse the attempt, or None to commit it.
-        """
-        policy = self._policy
-        counters = self._session.counters
-        spikes = self._session.spikes
-        if policy.spike_action == "off":
-            return None
-        facts = attempt.facts
-        level = spikes.judge(series, facts.loss, facts.total)
-        if level is Level.CALM:
-            return None
-        reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
-        if level is Level.DIVERGED:
-            reason = (
-                f"the loss has run away and does not recover ({facts.loss:g}; gradient norm"
-                f" {facts.total:g})"
-            )
-        decision = decide_after_spike(
-            level,
-            action=policy.spike_action,
-            # Include this step, which is counted only after it has been refused.
-            hard_in_a_row=counters.spikes_in_a_row + 1,
-            patience=policy.nonfinite_patience,
-            rollbacks_in_a_row=counters.rollbacks_in_a_row,
-            max_rollbacks=policy.max_rollbacks,
-            reason=reason,
-        )
-        if decision is None:
-            usual = spikes.usual_norm(series)
-            spike = run_events.Spike(
-                loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name
-            )
-            self._record.emit(spike)
-        return decision
-
-    def after_refused_step(self, outcome: Outcome, batch: Any) -> str:
-        """Skip the batch, roll back or stop, after a step was refused.
-
-        Returns:
-            Why the step was refused and what was done, for `StepResult.reason`.
-        """
-        self._session.counters.note_skipped_step()
-        if outcome.decision is None:
-            return self._after_nonfinite_step(outcome, batch)
-        self._session.counters.note_spike()
-        return self._carry_out(outcome.decision, outcome.decision.reason, Trouble.DIVERGED)
-
-    def _after_nonfinite_step(self, outcome: Outcome, batch: Any) -> str:
-        counters = self._session.counters
-        loss = outcome.attempt.facts.loss
-        reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
-        if outcome.provenance is not None:
-            if not math.isfinite(loss):
-                # NaN in the loss makes all gradients NaN, so naming parameters would not help.
-                reason = describe_nonfinite(loss, [], 0)
-            indices = self.samples.dataset_indices(outcome, batch)
-            reason += f"; {self.samples.report_origin(outcome.provenance, indices)}"
-        if outcome.loss_scale is not None:
-            collapsed = outcome.loss_scale < 1.0
-            kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
-            self._record.emit(kind(loss_scale=outcome.loss_scale, reason=reason))
-            # fp16 training finds its loss scale by trial and error, so this is not a failure unless
-            # the scale has collapsed.
-            if not collapsed:
-                return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
-        counters.note_nonfinite()
-        decision = decide_after_nonfinite(
-            reason=reason,
-            in_a_row=counters.nonfinite_in_a_row,
-            patience=self._policy.nonfinite_patience,
-            rollbacks_in_a_row=counters.rollbacks_in_a_row,
-            max_rollbacks=self._policy.max_rollbacks,
-        )
-        return self._carry_out(decision, reason, Trouble.NONFINITE)
-
-    def _carry_out(self, decision: Decision, reason: str, trouble: Trouble) -> str:
-        """Roll back, skip the batch, or raise an error, as decided.
-
-        Args:
-            decision: The decision.
-            reason: Why the step was refused, as text.
-            trouble: Why the step was refused, as a category.
-
-        Returns:
-            Why the step was refused and what was done, as text.
-
-        Raises:
-            NonFiniteError: H501 if the run must stop because of NaN or Inf.
-            DivergenceError: H503 if the run must stop because the loss has diverged.
-        """
-        self._record.emit(self._with_position(decision, trouble))
-        if isinstance(decision, RollBack):
-            if self._roll_back(trouble):
-                return f"{reason}; rolled back to step {self._record.global_step}"
-            decision = self._decide_without_earlier_state(decision, reason, trouble)
-            self._record.emit(self._with_position(decision, trouble))
-        if isinstance(decision, Stop):
-            # If the script catches the error and continues, assume that it has fixed the cause, and
-            # start counting failures from 0.
-            self._session.counters.end_rows()
-            if trouble is Trouble.DIVERGED:
-                # Diverged weights are never saved.
-                self._session.state.spoil()
-            raise self._error_of_lasting_trouble(decision.reason, trouble)
-        return reason
-
-    def _decide_without_earlier_state(
-        self, decision: RollBack, reason: str, trouble: Trouble
-    ) -> Decision:
-        """Return the decision that replaces a rollback if there is no earlier state."""
-        if trouble is Trouble.DIVERGED:
-            return SkipStep(
-                reason=f"{reason}; there is no earlier state to return to",
-                promise="changes training",
-            )
-        return Stop(
-            reason=f"{decision.reason}; there is no checkpoint to return to",
-            promise=decision.promise,
-        )
-
-    def _roll_back(self, trouble: Trouble) -> bool:
-        """Roll back to the last state before the first sign of trouble.
-
-        The loader does not return to the position of that state, so the batches since then are
-        skipped.
-
-        Args:
-            trouble: Why the last step was refused.
-
-        Returns:
-            Whether there was a state to roll back to.
-        """
-        session = self._session
-        failed_at = self._record.global_step
-        training = self._restore_state_before(trouble)
-        if training is None:
-            return False
-        steps_to_overcome = self._policy.nonfinite_patience or 1
-        if trouble is Trouble.DIVERGED:
-            steps_to_overcome = _STEPS_TO_OVERCOME_DIVERGENCE
-        session.counters.note_rollback(failed_at, steps_to_overcome)
-        session.spikes.return_to(training["spikes"])
-        self._record.emit(
-            run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step)
-        )
-        return True
-
-    def _restore_state_before(self, trouble: Trouble) -> dict[str, Any] | None:
-        """Restore the newest state that predates the trouble, or the newest of all if none does.
-
-        The cause of a divergence may precede its first sign by some steps. Therefore, only a state
-        from at least `GOOD_AFTER` steps before the first sign is certain to be good. If there is no
-        such state, the newest state before the first sign is used. If the run then fails again, a
-        second rollback goes further back.
-
-        Args:
-            trouble: Why the last step was refused.
-
-        Returns:
-            The guard's own part of the restored state, or None if there was no state to restore.
-        """
-        first_sign = self._record.global_step - (self._session.spikes.suspicious_since() or 0)
-        certainly_good = first_sign - GOOD_AFTER
-        candidates: list[int | None] = [first_sign, None]
-        if trouble is Trouble.DIVERGED:
-            candidates.insert(0, certainly_good)
-        for before_step in candidates:
-            training = self._session.restoration.roll_back(
-                rewind_data=False, before_step=before_step, trusted=before_step == certainly_good
-            )
-            if training is not None:
-                return training
-        return None
-
-    def after_refused_save(self, why: str) -> None:
-        """Roll back or stop after a save was refused because the state contains NaN or Inf.
-
-        This can happen even if every step looked good. For example, a finite gradient of 1e22 makes
-        Adam's second moment infinite, since the moment is computed from the gradient's square.
-
-        Args:
-            why: A message that names the tensors with NaN or Inf.
-
-        Raises:
-            NonFiniteError: H501 if the limit on rollbacks is reached or there is no earlier state.
-        """
-        decision = decide_after_nonfinite(
-            reason=why,
-            in_a_row=1,
-            patience=1,
-            rollbacks_in_a_row=self._session.counters.rollbacks_in_a_row,
-            max_rollbacks=self._policy.max_rollbacks,
-        )
-        self._record.emit(self._with_position(decision, Trouble.NONFINITE))
-        if isinstance(decision, RollBack) and self._roll_back(Trouble.NONFINITE):
-            return
-        self._session.state.spoil()
-        raise self._error_of_lasting_trouble(why, Trouble.NONFINITE)
-
-    def _error_of_lasting_trouble(self, reason: str, trouble: Trouble) -> HoldfastError:
-        """Return the error that stops a run whose trouble has persisted after all rollbacks."""
-        if trouble is Trouble.DIVERGED:
-            return DivergenceError(
-                reason,
-                limit=f"all rollbacks are used up (max_rollbacks={self._policy.max_rollbacks})",
-                fix=(
-                    "lower the learning rate, set max_grad_norm, or lengthen the warm-up; if the"
-                    ' loss is meant to jump, leave spike_action at "warn". The newest checkpoint'
-                    " predates the divergence."
-                ),
-                rule="H503",
-            )
-        return NonFiniteError(
-            reason,
-            limit=(
-                f"nonfinite_patience={self._policy.nonfinite_patience} and"
-                f" max_rollbacks={self._policy.max_rollbacks} are used up"
-            ),
-            fix=(
-                "lower the learning rate, set max_grad_norm, or check the data of the batches that"
-                " the events name. The newest checkpoint is finite."
-            ),
-            rule="H501",
-        )
-
-    def _with_position(self, decision: Decision, trouble: Trouble) -> Decision:
-        """Return a decision with the position in the data and, for a `Stop`, the error's rule."""
-        facts = self.samples.position()
-        if isinstance(decision, Stop):
-            facts["rule"] = "H503" if trouble is Trouble.DIVERGED else "H501"
-        return replace(decision, **facts)
-
-    # --- optimizers that failed partway
-
-    def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
-        """Roll back to the last good state after an optimizer ran out of memory in its step.
-
-        Args:
-            partial: The error that the step engine raised.
-            rewind_data: Whether the loop can also return to the data position of that state.
-
-        Returns:
-            Why the step was undone, for `StepResult.reason`.
-
-        Raises:
-            OutOfMemoryError: H402 if an optimizer has failed twice at the same step, or if the run
-                cannot roll back.
-        """
-        at_step = self._record.global_step
-        twice = self._failed_half_way_at == at_step
-        self._session.counters.note_out_of_memory()
-        obstacle: str | None = "it happened twice at this step"
-        if not twice:
-            obstacle = self._return(rewind_data=rewind_data)
-        if obstacle is not None:
-            # `at_step` is the number of committed steps, so the failed step is the next one.
-            raise self._out_of_memory_error(
-                f"in the middle of step {at_step + 1} ({partial})", obstacle
-            )
-        self._failed_half_way_at = at_step
-        cursor = self._session.cursor
-        promise: Promise = "changes training"
-        rewind_data = rewind_data and cursor is not None and cursor.goes_back
-        if rewind_data:
-            # The steps since the restored state are repeated with optimizers that update one tensor
-            # at a time, which may round differently from the foreach implementation.
-            promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
-        self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
-        self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
-        self._optimizer_memory.release()
-        return f"{partial}; returned to step {self._record.global_step}"
-
-    def roll_back_again(self) -> None:
-        """Roll back to the last good state again, at the end of the loop body.
-
-        After the first rollback, the rest of the loop body has run and may have changed the
-        restored state.
-
-        Raises:
-            OutOfMemoryError: H402 if the run cannot roll back.
-        """
-        obstacle = self._return(rewind_data=True)
-        if obstacle is not None:
-            self._session.state.spoil()
-            raise self._out_of_memory_error(
-                f"in step {self._record.global_step + 1}, which was undone", obstacle
-            )
-        self._optimizer_memory.release()
-
-    def _return(self, *, rewind_data: bool) -> str | None:
-        """Roll back to the last good state.
-
-        Returns:
-            None if the run has rolled back, otherwise the reason why it could not.
-        """
-        try:
-            returned = self._session.restoration.roll_back(rewind_data=rewind_data)
-        except Exception as error:
-            found = find_out_of_memory(error)
-            if found is None:
-                raise
-            failure = error
-        else:
-            return "there is no checkpoint to return to" if returned is None else None
-        clear_exception_frames(failure)
-        return f"there is not enough memory to read the checkpoint ({found})"
-
-    def _updates_many_at_once(self) -> bool:
-        """Return whether any optimizer uses torch's foreach implementation.
-
-        On accelerators, torch uses that implementation by default, with ``foreach=None``.
-        """
-        is_default = self._session.parts.device_type() != "cpu"
-        groups = [
-            group
-            for optimizer in self._session.parts.optimizers.values()
-            for group in optimizer.param_groups
-        ]
-        settings = [group.get("foreach", False) for group in groups if not group.get("fused")]
-        return any(foreach or (foreach is None and is_default) for foreach in settings)
-
-    def _out_of_memory_error(self, when: str, obstacle: str) -> OutOfMemoryError:
-        """Record that the run stops, and return an H402 error for an optimizer out of memory.
-
-        Args:
-            when: When the optimizer ran out of memory, such as ``"in the middle of step 7"``.
-            obstacle: Why the run cannot return to an earlier state, as a clause.
-        """
-        reason = f"an optimizer ran out of memory {when}; {obstacle}"
-        self._record.emit(Stop(reason=reason, promise="bit-exact", rule="H402"))
-        return OutOfMemoryError(
-            f"the optimizer ran out of memory {when}",
-            limit=f"weights and moments are only partly updated, and {obstacle}",
-            fix=(
-                "leave more memory for the optimizer (fused=True, a smaller model or optimizer) and"
-                " start again from the newest checkpoint, if there is one."
-            ),
-            rule="H402",
-        )
+_CHANGED_SINCE = (
+    "the batch was changed in place before the result of the step was read, so the step cannot be"
+    " replayed"
+)
 
 
 class Steps:
     """Runs the steps of `Guard.step` with the step engine.
 
     `Accumulation` also uses this object's attributes, to run one step over several batches.
+
+    Args:
+        session: The session of the run.
+        engine: The object that makes attempts and commits or undoes them.
+        recovery: The object that decides how to continue after a refused step.
+        timing: The object that decides when the result of a step is read.
     """
 
-    def __init__(self, session: Session, engine: StepEngine, recovery: Recovery) -> None:
+    def __init__(
+        self, session: Session, engine: StepEngine, recovery: Recovery, timing: DecisionTiming
+    ) -> None:
         self.session = session
         self.engine = engine
         self.recovery = recovery
         self.parts = session.parts
+        self._timing = timing
         self._record = session.record
         self._clock = session.clock
+        self._devices = session.parts.devices()
+        # On accelerators, a repeated step may differ in the last bits.
+        self._is_exact = session.parts.device_type() == "cpu"
+        # The last step, if its result was not read yet.
+        self._undecided: UndecidedStep | None = None
 
     def step(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None
@@ -441,8 +84,30 @@ class Steps:
             names: The names of the optimizers to step.
             split: The position of the batch dimension, or None to use the guard's `split`.
         """
-        state = self.session.state
-        diagnosis = self.engine.diagnosis
+        call = self._begin_call(batch, loss_fn, names, split)
+        if not self._timing.is_late:
+            self._note_begin()
+            return self._run(call, decides_now=True)
+        before = capture(self._devices)
+        self._timing.generators.note_next_step(before)
+        undecided_steps = 0 if self._undecided is None else 1
+        decides_now = self._timing.must_decide_now(batch, names, undecided_steps=undecided_steps)
+        self._note_begin()
+        if decides_now:
+            self.settle()
+        result = self._run(call, decides_now=decides_now)
+        self._timing.generators.note_step(before, capture(self._devices))
+        return result
+
+    def _note_begin(self) -> None:
+        """Record that a step begins."""
+        micro_batch_size = self.session.ladder.plan.micro_batch_size
+        self._record.step(StepMark.BEGUN, micro_batch_size, None, None, 0.0)
+
+    def _begin_call(
+        self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
+    ) -> StepCall:
+        """Check the loss function, and return the arguments of a call to `step`."""
         started = self._clock.monotonic_seconds()
         if not callable(loss_fn):
             raise BatchError(
@@ -456,48 +121,102 @@ class Steps:
                 ),
                 rule="H201",
             )
-        # Losses are compared within a series, that is, for the same loss function and the same
-        # optimizers. The name of a series is the same after a restart.
-        optimizer = "+".join(names)
-        series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
-        self._record.step(
-            StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0
+        # The name of a series is the same after a restart.
+        series = f"{'+'.join(names)} {self.engine.attempts.safety.describe(loss_fn)}"
+        return StepCall(
+            batch=batch,
+            loss_fn=loss_fn,
+            names=names,
+            split=split,
+            series=series,
+            started=started,
         )
+
+    def _run(
+        self, call: StepCall, *, decides_now: bool, first: GradientFacts | None = None
+    ) -> StepResult:
+        """Run a step, and recover from an error.
+
+        Args:
+            call: The arguments of the step.
+            decides_now: Whether to read the result before the optimizers run.
+            first: The facts of the step when it was first run, if this is a repetition.
+        """
         try:
             # Out-of-memory errors from all allocators must be converted to `OutOfMemoryError`
             # before the handlers below check the type of the error.
             with naming_lack_of_memory("running a step"):
-                judge = partial(self.recovery.judge, series)
-                outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
+                outcome: Outcome | UndecidedStep
+                if decides_now:
+                    outcome = self._run_now(call, first)
+                else:
+                    outcome = self._launch_or_decide(call)
+                if isinstance(outcome, UndecidedStep):
+                    return self._leave_undecided(outcome)
                 if outcome.committed:
-                    self._committed(outcome, batch, names, series)
+                    self._committed(outcome, call)
+                    self.session.state.committed()
         except PartialOptimizerStep as error:
             partial_step = error
         except BaseException as error:
-            state.step_failed()
+            self.session.state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
                 # The weights are still those of the last committed step, so they can be saved.
                 self.session.saving.save()
             raise
         else:
-            self.session.counters.note_out_of_memory(outcome.out_of_memory)
-            reason = None
-            if not outcome.committed:
-                state.skipped()
-                reason = self.recovery.after_refused_step(outcome, batch)
-            diagnosis.step_ended(outcome, names, reason)
-            facts = outcome.attempt.facts
-            seconds = self._clock.monotonic_seconds() - started
-            self._record.step(
-                StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED,
-                outcome.attempt.micro_batch_size,
-                facts.loss,
-                facts.total,
-                seconds,
-                "" if len(self.parts.optimizers) == 1 else optimizer,
-            )
-            return outcome.result(reason)
+            return self._end(outcome, call)
         return self._undo_partial_step(partial_step)
+
+    def _run_now(self, call: StepCall, first: GradientFacts | None) -> Outcome:
+        """Run a step, and read its result before the optimizers run."""
+        work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
+        attempt = self.engine.attempt(work)
+        judge = partial(self.recovery.judge, call.series)
+        if first is None or self._repeats(first, attempt.facts):
+            return self.engine.finish(work, attempt, judge)
+        if first.nonfinite:
+            # The step was not finite, and a repetition cannot change that.
+            return self.engine.finish(work, replace(attempt, facts=first), judge)
+        return self.engine.finish(work, attempt, lambda _: _unlike_first_time(first))
+
+    def _repeats(self, first: GradientFacts, second: GradientFacts) -> bool:
+        """Return whether a repeated step may be decided by its own facts."""
+        return second.nonfinite or is_repetition(first, second, exact=self._is_exact)
+
+    def _end(self, outcome: Outcome, call: StepCall) -> StepResult:
+        """Recover from a step that was refused, and record the result of a step."""
+        state = self.session.state
+        self.session.counters.note_out_of_memory(outcome.out_of_memory)
+        reason = None
+        if not outcome.committed:
+            state.skipped()
+            reason = self.recovery.after_refused_step(outcome, call.batch)
+        seconds = self._clock.monotonic_seconds() - call.started
+        self._record_result(outcome, call, reason, seconds)
+        return outcome.result(reason)
+
+    def _record_result(
+        self, outcome: Outcome, call: StepCall, reason: str | None, seconds: float
+    ) -> None:
+        """Pass the result of a step to the diagnosis and the recording.
+
+        Args:
+            outcome: The outcome of the step.
+            call: The arguments of the step.
+            reason: Why the step was skipped, or None if it was committed.
+            seconds: The duration of the step.
+        """
+        self.engine.diagnosis.step_ended(outcome, call.names, reason)
+        facts = outcome.attempt.facts
+        self._record.step(
+            StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED,
+            outcome.attempt.micro_batch_size,
+            facts.loss,
+            facts.total,
+            seconds,
+            "" if len(self.parts.optimizers) == 1 else "+".join(call.names),
+        )
 
     def _undo_partial_step(self, partial: PartialOptimizerStep) -> StepResult:
         """Return to an earlier state after an optimizer ran out of memory in its step.
@@ -515,20 +234,21 @@ class Steps:
             state.rewound()
         return partial.outcome.result(reason)
 
-    def _committed(self, outcome: Outcome, batch: Any, names: Sequence[str], series: str) -> None:
+    def _committed(self, outcome: Outcome, call: StepCall) -> None:
         """Update counters, schedulers and the memory ladder after a committed step.
 
         No state may be saved before this method has returned.
         """
         session = self.session
+        names = call.names
         facts = outcome.attempt.facts
         self._record.count_step()
         if session.policy.spike_action != "off":
-            session.spikes.accepted(series, facts.loss, facts.total)
+            session.spikes.accepted(call.series, facts.loss, facts.total)
         if outcome.attempt.dropped:
-            self.recovery.samples.report_dropped_micro_batches(outcome, batch)
+            self.recovery.samples.report_dropped_micro_batches(outcome, call.batch)
         if outcome.dropped and outcome.provenance is not None:
-            self.recovery.samples.report_dropped_samples(outcome, batch)
+            self.recovery.samples.report_dropped_samples(outcome, call.batch)
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
             self._record.emit(run_events.NormOverflowed(total=facts.total))
@@ -539,4 +259,217 @@ class Steps:
         )
         if larger is not None:
             self._record.emit(larger)
-        session.state.committed()
+        self._timing.note_committed(names)
+
+    # --- steps that are decided late
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the result of the last step was not read yet."""
+        return self._undecided is not None
+
+    def settle(self) -> None:
+        """Read the result of the undecided step, if there is one, and recover if it was refused.
+
+        Raises:
+            HoldfastError: For the same reasons as `step`. The error belongs to the undecided step.
+        """
+        self._timing.generators.forget()
+        undecided = self._undecided
+        if undecided is None:
+            return
+        try:
+            was_refused = undecided.readout.was_refused()
+        except BaseException as error:
+            self.engine.check_device_after(error)
+            raise
+        if not was_refused:
+            self._accept(undecided)
+            return
+        if self.session.state.is_attempting:
+            raise called_inside("step")
+        self._repeat(undecided)
+
+    def _launch_or_decide(self, call: StepCall) -> Outcome | UndecidedStep:
+        """Run a step without reading its result, unless the result turns out to be needed now.
+
+        The result of the step before is read after the backward pass of this one.
+        """
+        work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
+        settle = partial(self._settle_in_step, work)
+        attempt = self.engine.attempt_unread(work, settle)
+        try:
+            is_valid = settle()
+        except BaseException as error:
+            self.engine.take_back_after(work, error)
+            raise
+        if not is_valid:
+            work.attempts = 0
+            attempt = self.engine.attempt_unread(work, settle)
+        judge = partial(self.recovery.judge, call.series)
+        if isinstance(attempt, StepAttempt):
+            return self.engine.finish(work, attempt, judge)
+        if self._timing.must_decide_attempt_now(work, attempt):
+            return self.engine.finish(work, self.engine.read(work, attempt), judge)
+        return self._launch(call, work, attempt)
+
+    def _launch(self, call: StepCall, work: Work, attempt: UnreadAttempt) -> UndecidedStep:
+        """Commit a step before its result is known."""
+        random_state_after = capture(self._devices)
+        loss_scale = self.engine.loss_scale.copies()
+        readout = self.engine.launch(work, attempt, self._timing.calm_loss(call.series))
+        return UndecidedStep(
+            call=call,
+            work=work,
+            attempt=attempt,
+            readout=readout,
+            random_state_after=random_state_after,
+            loss_scale=loss_scale,
+            mark=self.recovery.samples.mark(),
+            global_step=self._record.global_step + 1,
+            seconds=self._clock.monotonic_seconds() - call.started,
+            result=UndecidedResult(attempt, work.attempts, self.settle),
+        )
+
+    def _leave_undecided(self, undecided: UndecidedStep) -> StepResult:
+        """Count a step that was launched, until its result is known."""
+        self.session.state.committed()
+        self.session.state.leave_undecided()
+        self._record.count_step()
+        self._undecided = undecided
+        return undecided.result
+
+    def _settle_in_step(self, work: Work) -> bool:
+        """Read the result of the step before the current one.
+
+        Args:
+            work: The input of the current step.
+
+        Returns:
+            Whether the current attempt is still valid. If not, it was undone, because the step
+            before was refused.
+        """
+        undecided = self._undecided
+        if undecided is None:
+            return True
+        if not undecided.readout.was_refused():
+            self._accept(undecided)
+            return True
+        self.engine.take_back(work)
+        try:
+            self._repeat(undecided)
+        finally:
+            # After an error, the caller takes back the step.
+            self.engine.begin_again(work)
+        return False
+
+    def _decide(self, undecided: UndecidedStep) -> None:
+        """Stop counting a step, because it is counted again if it is committed."""
+        self._undecided = None
+        self.session.state.decide()
+        self._record.move_to_step(undecided.global_step - 1)
+
+    def _accept(self, undecided: UndecidedStep) -> None:
+        """Count and record an undecided step that was not refused."""
+        self._decide(undecided)
+        attempt = undecided.attempt.with_facts(undecided.readout.facts())
+        outcome = self.engine.outcome(undecided.work, attempt, committed=True)
+        call = undecided.call
+        decision = self.recovery.judge(call.series, attempt)
+        # The gate refuses every step that the host might refuse.
+        assert decision is None, decision
+        with self.recovery.samples.about(undecided.mark):
+            self._committed(outcome, call)
+        self.session.counters.note_out_of_memory(outcome.out_of_memory)
+        self._record_result(outcome, call, None, undecided.seconds)
+        undecided.result.become(outcome.result(None), repeated=False)
+
+    def _repeat(self, undecided: UndecidedStep) -> None:
+        """Repeat a step that the gate has refused, and decide it before its optimizers run.
+
+        The weights, the moments and the buffers have not changed, so only the random state and the
+        loss scale must be restored.
+        """
+        self._decide(undecided)
+        self._rewind(undecided)
+        state = self.session.state
+        was_at_boundary = state.phase is Phase.AT_BOUNDARY
+        try:
+            with self.recovery.samples.about(undecided.mark):
+                if versions_of(undecided.work.tensors) == undecided.work.versions:
+                    result = self._run(
+                        undecided.call, decides_now=True, first=undecided.readout.facts()
+                    )
+                else:
+                    result = self._end(self._skipped_without_repetition(undecided), undecided.call)
+        except BaseException as error:
+            undecided.result.become(_failed(undecided, error), repeated=True)
+            if isinstance(error, HoldfastError):
+                error.add_note(
+                    f"This error belongs to step {undecided.global_step}, whose result was read"
+                    " one step later."
+                )
+            raise
+        finally:
+            if was_at_boundary and state.phase is Phase.AFTER_STEP:
+                # The loop has already counted the batch of this step.
+                state.boundary()
+        undecided.result.become(result, repeated=True)
+
+    def _rewind(self, undecided: UndecidedStep) -> None:
+        """Restore the random state and the loss scale from before a step.
+
+        A generator is rewound only if the step has moved it. If the loop has drawn from it since
+        then, it cannot be rewound, because these draws cannot be repeated.
+        """
+        before = undecided.work.random_state
+        after = undecided.random_state_after
+        now = capture(self._devices)
+        moved = changed_generators(before, after)
+        drawn_since = changed_generators(after, now)
+        lost = moved & drawn_since
+        if lost:
+            names = tuple(f"the random state of {name}" for name in sorted(lost))
+            self._record.emit(run_events.NotRestored(names=names))
+        rewound = moved - drawn_since
+        restore(with_generators(now, before, rewound))
+        cursor = self.session.cursor
+        if cursor is not None and self.recovery.samples.position() != undecided.mark.position:
+            # The next batch was fetched since then.
+            cursor.rewind_random_state(before, rewound)
+        self.engine.loss_scale.put_back(undecided.loss_scale)
+
+    def _skipped_without_repetition(self, undecided: UndecidedStep) -> Outcome:
+        """Return the outcome of a refused step whose batch has changed since."""
+        attempt = undecided.attempt.with_facts(undecided.readout.facts())
+        outcome = self.engine.outcome(undecided.work, attempt)
+        if attempt.facts.nonfinite:
+            return replace(outcome, provenance=Provenance(problem=_CHANGED_SINCE))
+        reason = f"loss {attempt.facts.loss:g} stands out, and {_CHANGED_SINCE}"
+        return replace(outcome, decision=SkipStep(reason=reason, promise="changes training"))
+
+
+def _unlike_first_time(first: GradientFacts) -> Decision:
+    """Return the decision to skip a step that computes something else when it is repeated."""
+    return SkipStep(
+        reason=(
+            f"loss {first.loss:g} and gradient norm {first.total:g} stand out, but the step has"
+            " another result when it is repeated: a value that the loss function reads has changed"
+            " since then"
+        ),
+        promise="changes training",
+    )
+
+
+def _failed(undecided: UndecidedStep, error: BaseException) -> StepResult:
+    """Return the result of a step that ended with an error when it was repeated."""
+    attempt = undecided.attempt.with_facts(undecided.readout.facts())
+    return StepResult(
+        loss=attempt.loss,
+        items=attempt.items,
+        grad_norm=attempt.facts.norms,
+        micro_batch_size=attempt.micro_batch_size,
+        attempts=undecided.work.attempts,
+        skipped=True,
+        reason=str(error),
+    )

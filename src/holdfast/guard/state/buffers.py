@@ -126,6 +126,53 @@ class BufferKeeper:
             self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
         return newly_mutable + self.states.put_back()
 
+    def can_gate(self) -> bool:
+        """Return whether `gate` could undo all changes to buffers since the last `keep`.
+
+        It cannot if a buffer was replaced by another tensor, if a buffer changed for the first
+        time, or if it is not yet known which buffers change.
+        """
+        if not self._has_learned:
+            return False
+        for place, (buffer, version) in zip(self._constant, self._versions, strict=True):
+            if place.now() is not buffer or _version(buffer) != version:
+                return False
+        for place, before in zip(self._mutable, self._before, strict=True):
+            if place.now() is not before:
+                return False
+            if before is not None and not (is_plain(before) or has_no_values(before)):
+                return False
+        return True
+
+    def gate(self, refused: torch.Tensor) -> None:
+        """Undo all changes since the last `keep` if a flag on the device is set.
+
+        This does not synchronize with the device. Call it only if `can_gate` returns True.
+
+        Args:
+            refused: The flag, bool, shape ``()``.
+        """
+        pairs = [
+            (buffer.data, copy)
+            for buffer, copy in zip(
+                _once(self._before, self._before), _once(self._copies, self._before), strict=True
+            )
+            if buffer is not None and copy is not None and not has_no_values(buffer)
+        ]
+        # Buffers of the same dtype are concatenated, because a model with BatchNorm has hundreds of
+        # small buffers, and a kernel for each would take longer.
+        for dtype in {buffer.dtype for buffer, _ in pairs}:
+            buffers = [buffer for buffer, _ in pairs if buffer.dtype is dtype]
+            copies = [copy for _, copy in pairs if copy.dtype is dtype]
+            now = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            before = torch.cat([copy.reshape(-1) for copy in copies])
+            gated = torch.where(refused, before, now)
+            pieces = torch.split(gated, [buffer.numel() for buffer in buffers])
+            values = [
+                piece.view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)
+            ]
+            torch._foreach_copy_(buffers, values)
+
     def learn(self) -> list[str]:
         """Determine which buffers and states have changed in an attempt that will be committed.
 

@@ -40,6 +40,36 @@ class LossScale:
             self._scaler.update()
             self._unscaled = False
 
+    def copies(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return copies of the scale and of the growth tracker, without synchronizing.
+
+        The scaler's ``state_dict`` would read both. Call this after `scale`, which creates them.
+
+        Returns:
+            Two tensors of shape ``(1,)``, or None without loss scaling.
+        """
+        if not self.enabled:
+            return None
+        scale = self._scaler._scale
+        growth_tracker = self._scaler._growth_tracker
+        assert scale is not None
+        assert growth_tracker is not None
+        return scale.clone(), growth_tracker.clone()
+
+    def put_back(self, copies: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Restore the scale and the growth tracker. This synchronizes with the device.
+
+        Args:
+            copies: The value that `copies` returned.
+        """
+        if copies is None:
+            return
+        scale, growth_tracker = copies
+        state = self._scaler.state_dict()
+        state["scale"] = scale.item()
+        state["_growth_tracker"] = int(growth_tracker.item())
+        self._scaler.load_state_dict(state)
+
     def forget(self) -> None:
         """Undo `unscale`. torch's scaler has no method for that, so a new one is created."""
         if self._unscaled:

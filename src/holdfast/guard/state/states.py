@@ -27,6 +27,8 @@ from holdfast.numerics.gradients import local
 _SMALL_BYTES = 64 * 2**20
 _SMALL_ENTRIES = 512
 FROZEN = "frozen parameters"
+# Small frozen parameters are compared with their copies in this many steps.
+_COMPARED_STEPS = 2
 
 
 class FrozenParameters:
@@ -116,7 +118,21 @@ class StateKeeper:
         Returns:
             The names of objects that have changed for the first time.
         """
-        return [tracked.name for tracked in self._tracked if tracked.large and tracked.learn()]
+        return [
+            tracked.name
+            for tracked in self._tracked
+            if (tracked.large or tracked.is_new_and_frozen) and tracked.learn()
+        ]
+
+    def frozen_parameters_change(self) -> bool:
+        """Return whether a step was seen to change frozen parameters, as a momentum encoder does.
+
+        Small parameters are compared in the first steps, and large ones as described above.
+        """
+        return any(
+            isinstance(tracked.stateful, FrozenParameters) and tracked.changes
+            for tracked in self._tracked
+        )
 
     def now(self) -> dict[str, Any]:
         """Return copies of the current state of all objects."""
@@ -148,6 +164,14 @@ class _TrackedState:
     @property
     def untouched(self) -> bool:
         return self.large and self._changes is False
+
+    @property
+    def changes(self) -> bool:
+        return self._changes is True
+
+    @property
+    def is_new_and_frozen(self) -> bool:
+        return isinstance(self.stateful, FrozenParameters) and self._steps <= _COMPARED_STEPS
 
     def keep(self, *, look: bool) -> None:
         if not look:

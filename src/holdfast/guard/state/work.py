@@ -38,6 +38,9 @@ class Work:
     tensors: list[torch.Tensor]
     # The version counters of these tensors at the start of the step.
     versions: list[int]
+    # Function to call before the step is attempted again. If it is set, the result of the first
+    # attempt is not read from the device.
+    before_retry: Callable[[], object] | None = None
     # The number of attempts so far, and the number of attempts that ran out of memory.
     attempts: int = 0
     out_of_memory: int = 0

@@ -19,6 +19,7 @@ from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, Stop
 from holdfast.guard.context import RunContext
+from holdfast.guard.decision import UnreadAttempt
 from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.guard.splitting.loss_functions import FilledOutside
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
@@ -33,7 +34,7 @@ from holdfast.memory.recompute import recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.eager import anything_compiled
-from holdfast.numerics.gradients import Group
+from holdfast.numerics.gradients import Group, measure
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
@@ -162,6 +163,47 @@ class Attempts:
 
     def make(self, work: Work, plan: StepPlan) -> StepAttempt:
         """Run forward and backward as planned, measure the gradients, and return the result."""
+        passed, groups = self._passed(work, plan)
+        return self._inspected(passed, groups, self._micro_batch_size(work, plan))
+
+    def make_unread(self, work: Work, plan: StepPlan) -> UnreadAttempt:
+        """Run forward and backward as planned, without waiting for the result."""
+        passed, groups = self._passed(work, plan)
+        return UnreadAttempt(
+            passed=passed,
+            groups=groups,
+            measurement=measure(groups, passed.loss, _unread_items(passed)),
+            micro_batch_size=self._micro_batch_size(work, plan),
+        )
+
+    def read(self, attempt: UnreadAttempt) -> StepAttempt:
+        """Wait for the result of an attempt whose gradients are still those of the parameters."""
+        return self._inspected(attempt.passed, attempt.groups, attempt.micro_batch_size)
+
+    def _inspected(
+        self, passed: PassResult, groups: list[Group], micro_batch_size: int | None
+    ) -> StepAttempt:
+        """Read the loss and the norms of the gradients.
+
+        Raises:
+            BatchError: H203 if the number of items was read from the device and is not valid.
+        """
+        facts, norms = self._ranks.inspect_gradients(groups, passed.loss, _unread_items(passed))
+        if facts.items is not None:
+            # There is no mean over 0 items, so 0 is refused in the same way as NaN.
+            check_count(facts.items or math.nan, counted=passed.counted)
+        return StepAttempt.of(passed, groups, facts, norms, micro_batch_size)
+
+    def _micro_batch_size(self, work: Work, plan: StepPlan) -> int | None:
+        return None if work.size is None else plan.samples(work.size)
+
+    def _passed(self, work: Work, plan: StepPlan) -> tuple[PassResult, list[Group]]:
+        """Run forward and backward as planned.
+
+        Returns:
+            The result of the passes, and the parameter groups with the parameters that have
+            gradients.
+        """
         self._created_state.prepare(work.names)
         work.prepared = True
         self._passes.begin_attempt()
@@ -185,22 +227,7 @@ class Attempts:
                 rule="H202",
             )
         self._created_state.complete(work.names)
-        # If the number of items is a tensor, it is read in the same synchronization as the norms.
-        items = passed.items if isinstance(passed.items, torch.Tensor) else None
-        facts, norms = self._ranks.inspect_gradients(groups, passed.loss, items)
-        if facts.items is not None:
-            # There is no mean over 0 items, so 0 is refused in the same way as NaN.
-            check_count(facts.items or math.nan, counted=passed.counted)
-        return StepAttempt(
-            loss=passed.loss,
-            items=passed.items,
-            micro_batch_size=None if work.size is None else plan.samples(work.size),
-            groups=groups,
-            facts=facts,
-            norms=norms,
-            dropped=passed.dropped,
-            extra=passed.extra,
-        )
+        return passed, groups
 
     def _observed(self, work: Work, plan: StepPlan) -> PassResult:
         """Run forward and backward as planned, and let the diagnosis observe them if it is due."""
@@ -392,6 +419,11 @@ class Attempts:
                 groups.append(Group(f"{name}.{group.get('name', index)}", name, parameters))
         return groups
 
+    def begin_again(self, work: Work) -> None:
+        """Copy the state that attempts may change once more, since it has changed in between."""
+        self._buffers.keep()
+        work.random_state = capture(self._devices)
+
     # --- undoing an attempt
 
     def restore(self, work: Work) -> None:
@@ -431,3 +463,8 @@ class Attempts:
         # between the attempts.
         if late and work.attempts > 1:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
+
+
+def _unread_items(passed: PassResult) -> torch.Tensor | None:
+    """Return the number of items if it is on a device, to be read together with the norms."""
+    return passed.items if isinstance(passed.items, torch.Tensor) else None

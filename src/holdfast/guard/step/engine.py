@@ -8,11 +8,13 @@
                operation that produced it
     commit     clip the gradients, step every optimizer, update the loss scale. The caller calls
                `state.committed` when the rest of the step, such as its counters, is complete
+    launch     commit before the result is known, so that a bad step has no effect (``decision``)
     take_back  restore everything, at any time before the commit
 
-`run` takes one batch through these phases; ``accumulation`` calls them one by one. Nothing is
-retried inside the commit: if an optimizer runs out of memory in its step, `PartialOptimizerStep` is
-raised, and the run must return to an earlier state.
+``run.steps`` takes a batch through these phases, and ``accumulation`` takes several. `finish`
+commits or skips, depending on the result. Nothing is retried inside the commit: if an optimizer
+runs out of memory in its step, `PartialOptimizerStep` is raised, and the run must return to an
+earlier state.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +30,7 @@ from holdfast.core.errors import DeviceError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision
 from holdfast.guard.context import RunContext
+from holdfast.guard.decision import Readout, UnreadAttempt, gated, refusal
 from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
 from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt
@@ -48,6 +51,9 @@ from holdfast.memory.oom import (
 )
 from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
+
+# A function that returns the decision to refuse an attempt, or None to commit it.
+Judge: TypeAlias = Callable[[StepAttempt], Decision | None]
 
 # The steps before this one create optimizer state and choose kernels. Memory that only these steps
 # need can be released afterwards.
@@ -84,65 +90,6 @@ class StepEngine:
         self._replay = Replay(context.parts, self.attempts)
         self._step_id = 0
 
-    def run(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        names: Sequence[str],
-        *,
-        split: Split | None,
-        judge: Callable[[StepAttempt], Decision | None],
-    ) -> Outcome:
-        """Run one step. If the policy allows it, repeat it without samples that cause NaN or Inf.
-
-        Args:
-            batch: The batch.
-            loss_fn: The loss function.
-            names: The names of the optimizers to step.
-            split: Which dimension is the batch dimension. None uses the guard's setting.
-            judge: Function that returns the decision to refuse an attempt with finite values, or
-                None to commit it.
-
-        Returns:
-            The outcome, which tells whether the step was committed.
-        """
-        work = self.begin(batch, loss_fn, names, split)
-        outcome = self._attempt_and_decide(work, judge)
-        if outcome.committed:
-            return outcome
-        sound_batch = self.without_bad_samples(work, outcome)
-        if sound_batch is None:
-            return outcome
-        assert outcome.provenance is not None
-        second_work = self.begin(sound_batch, loss_fn, names, work.split)
-        second_outcome = self._attempt_and_decide(second_work, judge)
-        return replace(
-            second_outcome,
-            attempts=outcome.attempts + second_outcome.attempts,
-            provenance=outcome.provenance,
-            dropped=outcome.provenance.samples,
-        )
-
-    def _attempt_and_decide(
-        self, work: Work, judge: Callable[[StepAttempt], Decision | None]
-    ) -> Outcome:
-        """Make attempts at a step that has begun, and commit or skip it."""
-        self._step_id += 1
-        attempt = self.attempt(work)
-        if attempt.facts.nonfinite:
-            return self.skip(work, attempt)
-        try:
-            decision = judge(attempt)
-        except BaseException as error:
-            self._take_back_after(work, error)
-            raise
-        if decision is not None:
-            self.take_back(work)
-            return self._outcome(work, attempt, decision=decision)
-        return self.commit(work, attempt)
-
-    # --- the parts of a step
-
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
     ) -> Work:
@@ -161,9 +108,41 @@ class StepEngine:
         Before an error is raised, all state is restored.
         """
         try:
+            attempt = self._attempt_until_it_fits(work)
+        except BaseException as error:
+            self.take_back_after(work, error)
+            raise
+        assert isinstance(attempt, StepAttempt)
+        return attempt
+
+    def attempt_unread(
+        self, work: Work, before_retry: Callable[[], object]
+    ) -> UnreadAttempt | StepAttempt:
+        """Make attempts until one fits into memory, and do not wait for the result of the first.
+
+        Args:
+            work: The input of the step.
+            before_retry: Function to call if the first attempt has failed and was undone. The
+                result of any further attempt is read.
+        """
+        work.before_retry = before_retry
+        try:
             return self._attempt_until_it_fits(work)
         except BaseException as error:
-            self._take_back_after(work, error)
+            self.take_back_after(work, error)
+            raise
+
+    def begin_again(self, work: Work) -> None:
+        """Start a step again that was taken back, since another step has run in between."""
+        self.attempts.begin_again(work)
+        self.state.begin()
+
+    def read(self, work: Work, attempt: UnreadAttempt) -> StepAttempt:
+        """Wait for the result of an attempt. Before an error is raised, all state is restored."""
+        try:
+            return self.attempts.read(attempt)
+        except BaseException as error:
+            self.take_back_after(work, error)
             raise
 
     def take_back(self, work: Work) -> None:
@@ -185,7 +164,7 @@ class StepEngine:
         self.attempts.note_changes(work)
         self.loss_scale.forget()
         self.state.take_back()
-        return gradients, self._outcome(work, attempt, committed=True)
+        return gradients, self.outcome(work, attempt, committed=True)
 
     def skip(self, work: Work, attempt: StepAttempt) -> Outcome:
         """Undo a step with NaN or Inf, and find the origin of these values."""
@@ -195,7 +174,7 @@ class StepEngine:
         self.loss_scale.update()
         self.take_back(work)
         scale = self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None
-        outcome = self._outcome(
+        outcome = self.outcome(
             work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale
         )
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
@@ -216,25 +195,71 @@ class StepEngine:
             return None
         return self._replay.without_samples(work, outcome.provenance)
 
+    def finish(self, work: Work, attempt: StepAttempt, judge: Judge) -> Outcome:
+        """Commit or skip a step, now that the result of its attempt is known.
+
+        If the policy allows it, a step with NaN or Inf is made again without the samples that cause
+        them.
+
+        Args:
+            work: The input of the step.
+            attempt: The successful attempt.
+            judge: Function that returns the decision to refuse an attempt with finite values, or
+                None to commit it.
+
+        Returns:
+            The outcome, which tells whether the step was committed.
+        """
+        outcome = self._commit_or_skip(work, attempt, judge)
+        if outcome.committed:
+            return outcome
+        sound_batch = self.without_bad_samples(work, outcome)
+        if sound_batch is None:
+            return outcome
+        assert outcome.provenance is not None
+        second_work = self.begin(sound_batch, work.loss_fn, work.names, work.split)
+        second_outcome = self._commit_or_skip(second_work, self.attempt(second_work), judge)
+        return replace(
+            second_outcome,
+            attempts=outcome.attempts + second_outcome.attempts,
+            provenance=outcome.provenance,
+            dropped=outcome.provenance.samples,
+        )
+
+    def _commit_or_skip(self, work: Work, attempt: StepAttempt, judge: Judge) -> Outcome:
+        self._step_id += 1
+        if attempt.facts.nonfinite:
+            return self.skip(work, attempt)
+        try:
+            decision = judge(attempt)
+        except BaseException as error:
+            self.take_back_after(work, error)
+            raise
+        if decision is not None:
+            self.take_back(work)
+            return self.outcome(work, attempt, decision=decision)
+        return self.commit(work, attempt)
+
     def commit(self, work: Work, attempt: StepAttempt) -> Outcome:
         """Clip the gradients, and step every optimizer.
 
         The run stays in the committing phase until the caller calls `state.committed`.
         """
         try:
-            self._clip(attempt.groups, attempt.norms, attempt.facts.total)
-            outcome = self._outcome(work, attempt, committed=True)
+            if self._may_exceed_limit(attempt.facts.total):
+                self._clip(attempt.groups, attempt.norms)
+            outcome = self.outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
             # Do this before any weight changes, so that the step can still be undone after an
             # error.
             self.attempts.note_changes(work)
         except BaseException as error:
-            self._take_back_after(work, error)
+            self.take_back_after(work, error)
             raise
         self.state.commit()
         try:
-            self._step_optimizers(work.names, outcome, work.parameters)
+            self._step_optimizers(work, attempt.groups, attempt.norms, lambda: outcome)
             if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
                 # Otherwise, memory that only the first steps need, such as a copy of the batch,
                 # would stay in the heap.
@@ -248,7 +273,50 @@ class StepEngine:
         self._remedies.note_committed(work.names)
         return outcome
 
-    def _take_back_after(self, work: Work, error: BaseException) -> None:
+    def launch(self, work: Work, attempt: UnreadAttempt, calm_loss: float) -> Readout:
+        """Commit a step before its result is known, so that it has no effect if it is refused.
+
+        Nothing is read from the device. The run stays in the committing phase until the caller
+        calls `state.committed`.
+
+        Args:
+            work: The input of the step.
+            attempt: The attempt at the step.
+            calm_loss: The step is refused if its loss is larger than this.
+
+        Returns:
+            The result of the step, which the host can read later.
+        """
+        self._step_id += 1
+        try:
+            refused = refusal(attempt, calm_loss)
+            readout = Readout(attempt.measurement, refused)
+            # Below the limit, this multiplies the gradients by exactly 1.
+            self._clip(attempt.groups, attempt.measurement.norms)
+            self.attempts.note_changes(work)
+            self.buffers.gate(refused)
+        except BaseException as error:
+            self.take_back_after(work, error)
+            raise
+        self.state.commit()
+        try:
+            with gated([self.parts.optimizers[name] for name in work.names], refused):
+                self._step_optimizers(
+                    work,
+                    attempt.groups,
+                    attempt.measurement.norms,
+                    lambda: self.outcome(work, attempt.with_facts(readout.facts()), committed=True),
+                )
+            if self.loss_scale.enabled:
+                self.loss_scale.update()
+        except RuntimeError as error:
+            if is_sticky(error):
+                raise _dead_device(error) from error
+            raise
+        self._remedies.note_committed(work.names)
+        return readout
+
+    def take_back_after(self, work: Work, error: BaseException) -> None:
         """Undo a step that ended with an error, or raise H403 if the device is unusable."""
         if is_sticky(error):
             # State on the device can no longer be restored.
@@ -257,9 +325,15 @@ class StepEngine:
             raise _dead_device(error) from error
         self.take_back(work)
 
+    def check_device_after(self, error: BaseException) -> None:
+        """Raise H403 if an error between two steps shows that the device is unusable."""
+        if is_sticky(error):
+            self.state.spoil()
+            raise _dead_device(error) from error
+
     # --- attempts
 
-    def _attempt_until_it_fits(self, work: Work) -> StepAttempt:
+    def _attempt_until_it_fits(self, work: Work) -> StepAttempt | UnreadAttempt:
         """Make attempts until one succeeds on all ranks, and apply a remedy after each failure.
 
         Raises:
@@ -274,17 +348,19 @@ class StepEngine:
                 self.ladder.adopt(self.ranks.plan_of_next_attempt(self.ladder.plan))
             work.attempts += 1
             result = self._make_attempt(work)
-            if isinstance(result, StepAttempt):
+            if not isinstance(result, Failure):
                 return result
             self._prepare_next_attempt(work, result)
             self._remedies.apply(work, result)
 
-    def _make_attempt(self, work: Work) -> StepAttempt | Failure:
+    def _make_attempt(self, work: Work) -> StepAttempt | UnreadAttempt | Failure:
         """Make an attempt. Return it if all ranks have succeeded, otherwise return the failure.
 
         Errors without a known remedy are raised.
         """
         try:
+            if work.before_retry is not None:
+                return self.attempts.make_unread(work, self.ladder.plan)
             attempt = self._timed_attempt(work)
             if not self.ranks.accepts(attempt):
                 return OtherRankFailed()
@@ -305,6 +381,10 @@ class StepEngine:
         if not isinstance(failure, OtherRankFailed):
             self.ranks.complete_collectives(failure.description, work.parameters)
         self.attempts.take_back(work)
+        if work.before_retry is not None:
+            before_retry = work.before_retry
+            work.before_retry = None
+            before_retry()
         self.ranks.begin_attempt()
         self.buffers.states.keep(look=True)
         if versions_of(work.tensors) != work.versions:
@@ -336,7 +416,14 @@ class StepEngine:
 
     # --- the end of a step
 
-    def _outcome(self, work: Work, attempt: StepAttempt, **facts: Any) -> Outcome:
+    def outcome(self, work: Work, attempt: StepAttempt, **facts: Any) -> Outcome:
+        """Return the outcome of a step with this last attempt, which was not committed by default.
+
+        Args:
+            work: The input of the step.
+            attempt: The last attempt.
+            **facts: Fields of the outcome that differ from their defaults.
+        """
         return Outcome(
             attempt=attempt,
             attempts=work.attempts,
@@ -345,42 +432,51 @@ class StepEngine:
             **{"committed": False, **facts},
         )
 
-    def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float) -> None:
-        """Clip the gradients. If the total norm is well below the limit, do nothing."""
+    def _may_exceed_limit(self, total: float) -> bool:
+        """Return whether gradients with this total norm may have to be clipped.
+
+        Well below the limit, `clip_grad_norm_` would multiply the gradients by exactly 1.
+        """
         limit = self.policy.max_grad_norm
-        # Well below the limit, `clip_grad_norm_` would multiply the gradients by exactly 1.
-        if limit is not None and total > 0.99 * limit - 1e-5:
-            clip(
-                groups,
-                norms,
-                limit,
-                self.policy.clip_by,
-                self._model_order.of(groups, norms.device),
-            )
+        return limit is not None and total > 0.99 * limit - 1e-5
+
+    def _clip(self, groups: Sequence[Group], norms: torch.Tensor) -> None:
+        """Clip the gradients if the policy has a limit."""
+        limit = self.policy.max_grad_norm
+        if limit is None:
+            return
+        order = self._model_order.of(groups, norms.device)
+        clip(groups, norms, limit, self.policy.clip_by, order)
 
     def _step_optimizers(
-        self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]
+        self,
+        work: Work,
+        groups: Sequence[Group],
+        norms: torch.Tensor,
+        outcome: Callable[[], Outcome],
     ) -> None:
         """Step the optimizers, and update the averaged models.
 
         Args:
-            names: The names of the optimizers.
-            outcome: The outcome to attach to `PartialOptimizerStep`.
-            moved: The parameters that the optimizers update.
+            work: The input of the step.
+            groups: The parameter groups of the attempt.
+            norms: The norm of each gradient before clipping, in the order of the groups.
+            outcome: Function that returns the outcome to attach to `PartialOptimizerStep`.
 
         Raises:
             PartialOptimizerStep: If an optimizer runs out of memory, unless this rank will receive
                 the state of another rank.
         """
+        names = work.names
         for name in names:
             try:
-                self.diagnosis.before_step(name, outcome.attempt)
+                self.diagnosis.before_step(name, groups, norms)
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self._created_state.drop_unused(name)
                 # Update the averaged models inside this block, which handles out-of-memory errors.
                 if self.parts.averages and name == names[-1]:
-                    self.parts.update_averages(moved)
+                    self.parts.update_averages(work.parameters)
                 continue
             except Exception as error:
                 found = find_out_of_memory(error)
@@ -396,7 +492,7 @@ class StepEngine:
                 self.record.emit(run_events.StateTaken(error=found))
                 self._created_state.drop_unused(name)
                 continue
-            raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
+            raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome())
 
 
 def _dead_device(error: BaseException) -> DeviceError:

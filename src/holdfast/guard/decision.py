@@ -1,0 +1,262 @@
+"""Launch a step before its result is known, and read the result one step later.
+
+Usually, the host reads the loss and the gradient norms of a step before it launches the optimizer,
+so an accelerator runs out of work while it waits for the host. With ``Policy(decide="late")``, the
+device itself decides: it computes a flag that is 1 if the step must not take effect, and this
+*gate* keeps the optimizer and the buffers unchanged. The host reads the result of a step just
+before it launches the optimizer of the next one. By then, the device still has the next forward and
+backward pass to run.
+
+The gate is conservative: it also refuses some steps that the host would accept, such as one whose
+norm overflows although its gradients are finite. A refused step is repeated from the state before
+it and decided as usual, so the result does not depend on when it is read.
+
+``timing`` states which steps can be decided late, and ``run.steps`` decides them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.guard.result import PassResult, StepAttempt
+from holdfast.numerics.gradients import GradientFacts, Group, Measurement
+
+# Kernels that sum in a different order each time change the last bits of a loss. Two runs of the
+# same step on an accelerator count as equal if they differ by less than this fraction. For
+# comparison, bf16 has a precision of 0.004.
+_RELATIVE_TOLERANCE = 1e-3
+_NOT_SET = object()
+
+
+@dataclass(slots=True, kw_only=True)
+class UnreadAttempt:
+    """The result of an attempt whose backward pass is launched, but whose result was not read."""
+
+    passed: PassResult
+    # The parameter groups, each reduced to the parameters that have gradients.
+    groups: list[Group]
+    measurement: Measurement
+    # The largest number of samples in one pass, or None if unknown.
+    micro_batch_size: int | None
+
+    def with_facts(self, facts: GradientFacts) -> StepAttempt:
+        """Return the attempt with its result, once the host has read it."""
+        return StepAttempt.of(
+            self.passed, self.groups, facts, self.measurement.norms, self.micro_batch_size
+        )
+
+
+def refusal(attempt: UnreadAttempt, calm_loss: float) -> torch.Tensor:
+    """Return a flag that is True if a step must not take effect, without synchronizing.
+
+    Args:
+        attempt: The attempt at the step.
+        calm_loss: The step is refused if its loss is larger than this.
+
+    Returns:
+        A bool tensor of shape ``()`` on the device of the gradients.
+    """
+    measurement = attempt.measurement
+    loss = measurement.loss.to(measurement.total.device)
+    # NaN or Inf in one of the two makes the sum NaN or Inf. Subtracting it from itself gives 0 if
+    # it is finite, and NaN otherwise.
+    total = measurement.total + loss
+    refused = (total - total) != 0
+    if calm_loss < math.inf:
+        refused = refused | (loss > calm_loss)
+    if measurement.items is not None:
+        items = measurement.items.to(measurement.total.device)
+        refused = refused | ~(items > 0)
+        if attempt.passed.counted:
+            refused = refused | (items != items.floor())
+    return refused
+
+
+@contextlib.contextmanager
+def gated(optimizers: Sequence[Optimizer], refused: torch.Tensor) -> Iterator[None]:
+    """Let optimizers change nothing inside the context if a flag on the device is set.
+
+    torch's fused optimizers read the flag from their attribute ``found_inf``, which torch's
+    gradient scaler sets in the same way.
+
+    Args:
+        optimizers: Fused optimizers.
+        refused: The flag, bool, shape ``()``.
+    """
+    # The kernels compare the value with 1.0. Any other value would be taken for "accepted".
+    found_inf = refused.to(torch.float32)
+    earlier = [vars(optimizer).get("found_inf", _NOT_SET) for optimizer in optimizers]
+    try:
+        for optimizer in optimizers:
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        yield
+    finally:
+        for optimizer, value in zip(optimizers, earlier, strict=True):
+            if value is _NOT_SET:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+            else:
+                optimizer.found_inf = value  # type: ignore[attr-defined]
+
+
+class HostCopy:
+    """A copy of a tensor in host memory, which the device makes while the host continues.
+
+    Args:
+        values: The tensor, shape ``(numbers,)``.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._copy = values
+        self._event: Any = None
+        if values.device.type == "cpu":
+            return
+        # Only into pinned memory can a device copy while the host continues.
+        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._copy.copy_(values, non_blocking=True)
+        self._event = torch.get_device_module(values.device).Event()
+        self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers. If the copy is not complete yet, this waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._copy.tolist()
+        return numbers
+
+
+class Readout:
+    """The result of a step on its way from the device to the host.
+
+    Args:
+        measurement: The loss and the norms of the step.
+        refused: The flag that gates the step, bool, shape ``()``.
+    """
+
+    def __init__(self, measurement: Measurement, refused: torch.Tensor) -> None:
+        self._measurement = measurement
+        scalars = [*measurement.scalars(), refused]
+        device = measurement.total.device
+        # fp32 represents fp16 and bf16 values exactly, but not large numbers of items.
+        is_fp32 = all(
+            scalar.is_floating_point() and scalar.dtype is not torch.float64
+            for scalar in scalars[:-1]
+        )
+        dtype = torch.float32 if is_fp32 else torch.float64
+        self._copy = HostCopy(torch.stack([scalar.to(device, dtype) for scalar in scalars]))
+        self._values: list[float] | None = None
+
+    def facts(self) -> GradientFacts:
+        """Return the loss and the norms, and wait for them if necessary."""
+        return self._measurement.facts(self._read()[:-1])
+
+    def was_refused(self) -> bool:
+        """Return whether the gate kept the step from taking effect, and wait if necessary."""
+        return self._read()[-1] != 0
+
+    def _read(self) -> list[float]:
+        if self._values is None:
+            self._values = self._copy.read()
+        return self._values
+
+
+def is_repetition(first: GradientFacts, second: GradientFacts, *, exact: bool) -> bool:
+    """Return whether a repeated step has computed the same as the first time.
+
+    It has not if the loss function depends on something that has changed since, such as a variable
+    of the training loop.
+
+    Args:
+        first: The facts of the step, measured without the exact norms of `inspect`.
+        second: The facts of the repeated step.
+        exact: Whether the values must be equal bit for bit, as on the CPU.
+    """
+    tolerance = 0.0 if exact else _RELATIVE_TOLERANCE
+    if second.overflowed:
+        # The first measurement of an overflowing norm is Inf.
+        second = replace(second, total=math.inf)
+    return _is_close(first.loss, second.loss, tolerance) and _is_close(
+        first.total, second.total, tolerance
+    )
+
+
+def _is_close(first: float, second: float, tolerance: float) -> bool:
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) and math.isnan(second)
+    return math.isclose(first, second, rel_tol=tolerance)
+
+
+class LateLoss(torch.Tensor):
+    """The loss of a step whose result is unknown. Reading its value decides the step first.
+
+    Every operation on it returns a plain tensor, without waiting.
+    """
+
+    # Results of operations are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # Reads the result of the step, and recovers if the step was refused.
+    _settle: Any
+
+    @classmethod
+    def of(cls, loss: torch.Tensor, settle: Any) -> Self:
+        """Return a copy of a loss.
+
+        Args:
+            loss: The loss, shape ``()``, detached. A copy is necessary because a CUDA graph
+                overwrites its outputs when it is replayed.
+            settle: Function that reads the result of the step.
+        """
+        late: Self = torch.Tensor._make_subclass(cls, loss.clone())
+        late._settle = settle
+        return late
+
+    def plain(self) -> torch.Tensor:
+        """Return the loss as a plain tensor, without waiting."""
+        return self.as_subclass(torch.Tensor)
+
+    def _read(self) -> torch.Tensor:
+        self._settle()
+        return self.plain()
+
+    def item(self) -> Any:
+        """Return the loss as a number."""
+        return self._read().item()
+
+    def tolist(self) -> Any:
+        """Return the loss as a number."""
+        return self._read().tolist()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a copy of the loss on the CPU."""
+        return self._read().cpu(*args, **kwargs)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss as a NumPy array."""
+        return self._read().numpy(*args, **kwargs)
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self._read())
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self._read(), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.Tensor.__reduce_ex__(self._read(), protocol)  # type: ignore[no-untyped-call]

@@ -1,0 +1,134 @@
+"""A step whose result has not been read yet, and the result that `Guard.step` returns for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.core.containers import children_of, rebuild
+from holdfast.guard.decision import LateLoss, Readout, UnreadAttempt
+from holdfast.guard.result import StepResult
+from holdfast.guard.run.sample_reports import BatchMark
+from holdfast.guard.splitting.split_safety import LossFunction
+from holdfast.guard.state.work import Work
+from holdfast.loader.random_state import RandomState
+from holdfast.loader.splitting import Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """The arguments of one call to `Guard.step`."""
+
+    batch: Any
+    loss_fn: LossFunction
+    # The names of the optimizers to step.
+    names: Sequence[str]
+    # The position of the batch dimension, or None to use the guard's `split`.
+    split: Split | None
+    # Losses are compared within a series, that is, for the same loss function and optimizers.
+    series: str
+    # The monotonic time at the beginning of the call, in seconds.
+    started: float
+
+
+class UndecidedResult(StepResult):
+    """The result of a step that decides the step when an attribute needs its outcome.
+
+    The attributes `loss`, `items`, `micro_batch_size`, `attempts` and `extra` are known at once.
+
+    Args:
+        attempt: The attempt at the step.
+        attempts: The number of attempts.
+        settle: Function that reads the result of the step, and recovers if it was refused.
+    """
+
+    __slots__ = ("_final", "_settle")
+
+    # The final result. None until the step is decided.
+    _final: StepResult | None
+    _settle: Callable[[], None]
+
+    def __init__(self, attempt: UnreadAttempt, attempts: int, settle: Callable[[], None]) -> None:
+        self._set("_settle", settle)
+        self._set("_final", None)
+        self._set("loss", LateLoss.of(attempt.passed.loss, settle))
+        self._set("items", attempt.passed.items)
+        self._set("micro_batch_size", attempt.micro_batch_size)
+        self._set("attempts", attempts)
+        self._set("extra", _cloned(attempt.passed.extra or {}))
+
+    def _set(self, name: str, value: Any) -> None:
+        # The base class is frozen, so attributes cannot be assigned.
+        object.__setattr__(self, name, value)
+
+    def become(self, final: StepResult, *, repeated: bool) -> None:
+        """Take the values of the final result, once the step is decided.
+
+        Args:
+            final: The result.
+            repeated: Whether the step was run again, so that it has another loss.
+        """
+        self._set("_final", final)
+        if repeated:
+            for name in ("loss", "items", "micro_batch_size", "attempts", "extra"):
+                self._set(name, getattr(final, name))
+
+    def _decided(self) -> StepResult:
+        if self._final is None:
+            self._settle()
+        assert self._final is not None
+        return self._final
+
+    @property
+    def grad_norm(self) -> Mapping[str, float]:
+        """Return the norm of each group's gradients; see `StepResult`."""
+        return self._decided().grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Return whether the step was skipped; see `StepResult`."""
+        return self._decided().skipped
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the step was skipped; see `StepResult`."""
+        return self._decided().reason
+
+    @property
+    def dropped_samples(self) -> tuple[int, ...]:
+        """Return the positions of the samples that were left out; see `StepResult`."""
+        return self._decided().dropped_samples
+
+
+@dataclass(slots=True, kw_only=True)
+class UndecidedStep:
+    """A step that was launched, but whose result has not been read yet."""
+
+    call: StepCall
+    work: Work
+    attempt: UnreadAttempt
+    readout: Readout
+    # The random state after the attempt.
+    random_state_after: RandomState
+    # Copies of the loss scale before it was updated. None without loss scaling.
+    loss_scale: tuple[torch.Tensor, torch.Tensor] | None
+    # The position of the batch in the data.
+    mark: BatchMark
+    # The global step that includes this step.
+    global_step: int
+    # The duration of the call to `Guard.step`, in seconds.
+    seconds: float
+    result: UndecidedResult
+
+
+def _cloned(tree: Any) -> Any:
+    """Return a copy of a tree of tensors, which a CUDA graph cannot overwrite."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    children = children_of(tree)
+    if not children:
+        return tree
+    return rebuild(tree, {key: _cloned(child) for key, child in children.items()})

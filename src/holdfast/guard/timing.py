@@ -1,0 +1,422 @@
+"""Determine whether the result of a step may be read one step later; see ``decision``.
+
+`DecisionTiming` asks three tables of rules: what is known when the run begins, when a step begins,
+and after its backward pass. The first rule with an answer wins. If there is one, the step is
+decided now, and the reason is recorded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.events import run_events
+from holdfast.core.text import listed
+from holdfast.guard.context import RunContext
+from holdfast.guard.decision import UnreadAttempt
+from holdfast.guard.splitting.window import Window
+from holdfast.guard.state.work import Work
+from holdfast.loader.random_state import RandomState, changed_generators
+from holdfast.memory.tensors import versions_of
+
+# The optimizers whose fused implementation reads ``found_inf`` (torch 2.8 to 2.13). Subclasses may
+# do more in their ``step`` than the fused implementation.
+_OPTIMIZERS_WITH_GATE = (Adam, AdamW, SGD, Adagrad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why the result of a step must be read before its optimizer runs."""
+
+    # The reason as a clause, or an empty string if it is not recorded.
+    why: str = ""
+    # How to avoid it, or an empty string.
+    fix: str = ""
+
+
+# A reason that is expected from time to time and is therefore not recorded.
+_EXPECTED = Reason()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBegin:
+    """What is known about a step before its first attempt."""
+
+    context: RunContext
+    batch: Any
+    # The names of the optimizers to step.
+    names: Sequence[str]
+    # The names of the optimizers that have stepped in this process.
+    stepped: set[str]
+    # The generators from which both the loss function and the loop draw.
+    shared_generators: frozenset[str]
+    # The number of earlier steps whose results are unknown: 0 or 1.
+    undecided_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """What is known about a step after its backward pass."""
+
+    context: RunContext
+    work: Work
+    attempt: UnreadAttempt
+
+
+RunRule: TypeAlias = Callable[[RunContext], Reason | None]
+BeginRule: TypeAlias = Callable[[StepBegin], Reason | None]
+EndRule: TypeAlias = Callable[[StepEnd], Reason | None]
+
+
+# --- when the run begins
+
+
+def several_ranks(context: RunContext) -> Reason | None:
+    """Several ranks vote on a step in a collective."""
+    if context.ranks.world_size == 1:
+        return None
+    return Reason(why="the ranks of a run decide together, before their optimizers run")
+
+
+def additional_state(context: RunContext) -> Reason | None:
+    """The device cannot undo changes to objects passed as ``state=``."""
+    names = [name for name in context.parts.states if name not in _averages_among(context)]
+    if not names:
+        return None
+    return Reason(why=f"a device cannot undo changes to the objects passed as state= ({names[0]})")
+
+
+def averaged_weights(context: RunContext) -> Reason | None:
+    """An average must not be updated before the step is known to count."""
+    if not context.parts.averages:
+        return None
+    return Reason(why="an average (averaged=) is updated only with steps that are known to count")
+
+
+def several_devices(context: RunContext) -> Reason | None:
+    """The flag of the gate is on one device."""
+    devices = context.parts.devices()
+    if len(devices) < 2:
+        return None
+    return Reason(why=f"the models are on several devices ({listed(map(str, devices))})")
+
+
+def device_without_events(context: RunContext) -> Reason | None:
+    """Some devices cannot report that a copy to the host is complete."""
+    for device in context.parts.devices():
+        if not hasattr(torch.get_device_module(device), "Event"):
+            return Reason(why=f"torch has no events for {device.type} devices")
+    return None
+
+
+RUN_RULES: tuple[RunRule, ...] = (
+    several_ranks,
+    additional_state,
+    averaged_weights,
+    several_devices,
+    device_without_events,
+)
+
+
+# --- when a step begins
+
+
+def optimizer_without_gate(begin: StepBegin) -> Reason | None:
+    """Only torch's fused optimizers read the flag of the gate."""
+    for name in begin.names:
+        optimizer = begin.context.parts.optimizers[name]
+        if not has_gate(optimizer):
+            kind = type(optimizer).__name__
+            return Reason(why=f"optimizer {name!r} ({kind}) is not fused", fix=_fix_of(optimizer))
+    return None
+
+
+def optimizer_with_hooks(begin: StepBegin) -> Reason | None:
+    """A hook would see a refused step."""
+    for name in begin.names:
+        optimizer = begin.context.parts.optimizers[name]
+        hooks = (
+            *optimizer._optimizer_step_pre_hooks.values(),
+            *optimizer._optimizer_step_post_hooks.values(),
+        )
+        if hooks:
+            return Reason(why=f"optimizer {name!r} has hooks that run in each step")
+    return None
+
+
+def first_step_of_an_optimizer(begin: StepBegin) -> Reason | None:
+    """The first step of an optimizer creates its state, which would remain if it were refused."""
+    return None if begin.stepped.issuperset(begin.names) else _EXPECTED
+
+
+def several_batches(begin: StepBegin) -> Reason | None:
+    """The batches of a window are weighted by their numbers of items, which the host reads."""
+    if not isinstance(begin.batch, Window):
+        return None
+    return Reason(why="a step over a window of batches reads the number of items of each batch")
+
+
+def short_of_memory(begin: StepBegin) -> Reason | None:
+    """While a remedy is in use, committed steps change the plan of the next one."""
+    ladder = begin.context.ladder
+    if ladder.is_at_rest and ladder.plan.micro_batch_size is None:
+        return None
+    return Reason(why="a batch that is split into micro-batches reads the items of each of them")
+
+
+def observed_by_the_diagnosis(begin: StepBegin) -> Reason | None:
+    """The diagnosis reads the gradients of the steps that it samples."""
+    is_due = begin.context.diagnosis.is_due(undecided_steps=begin.undecided_steps)
+    return _EXPECTED if is_due else None
+
+
+def frozen_parameters_that_change(begin: StepBegin) -> Reason | None:
+    """The device does not undo changes to frozen parameters, as in a momentum encoder."""
+    if not begin.context.buffers.states.frozen_parameters_change():
+        return None
+    return Reason(why="the loss function changes frozen parameters")
+
+
+def shared_generators(begin: StepBegin) -> Reason | None:
+    """A generator cannot be rewound if the loop has drawn from it in the meantime."""
+    if not begin.shared_generators:
+        return None
+    generators = listed(sorted(begin.shared_generators))
+    return Reason(why=f"the loss function and the loop draw from the same generator ({generators})")
+
+
+def suspected_divergence(begin: StepBegin) -> Reason | None:
+    """While a divergence is suspected, no limit for the next loss can be given in advance."""
+    policy = begin.context.policy
+    if policy.spike_action in ("off", "warn") or begin.context.spikes.is_calm():
+        return None
+    return _EXPECTED
+
+
+BEGIN_RULES: tuple[BeginRule, ...] = (
+    optimizer_without_gate,
+    optimizer_with_hooks,
+    first_step_of_an_optimizer,
+    several_batches,
+    short_of_memory,
+    observed_by_the_diagnosis,
+    frozen_parameters_that_change,
+    shared_generators,
+    suspected_divergence,
+)
+
+
+# --- after the backward pass
+
+
+def buffer_without_copy(end: StepEnd) -> Reason | None:
+    """A buffer that was replaced, or has changed for the first time, cannot be gated."""
+    if end.context.buffers.can_gate():
+        return None
+    return Reason(why="the loss function replaces a buffer, or changes one for the first time")
+
+
+def parameter_without_state(end: StepEnd) -> Reason | None:
+    """The first step of a parameter creates its state, which would remain if it were refused."""
+    for name in end.work.names:
+        optimizer = end.context.parts.optimizers[name]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if len(optimizer.state) >= count:
+            continue
+        for group in optimizer.param_groups:
+            if not _needs_state(optimizer, group):
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None and not optimizer.state.get(parameter):
+                    return Reason(
+                        why=f"a parameter of optimizer {name!r} is stepped for the first time"
+                    )
+    return None
+
+
+def changed_batch(end: StepEnd) -> Reason | None:
+    """A batch that the loss function has changed cannot be used again if the step is refused."""
+    if versions_of(end.work.tensors) == end.work.versions:
+        return None
+    return Reason(why="the loss function changes its batch in place")
+
+
+END_RULES: tuple[EndRule, ...] = (
+    buffer_without_copy,
+    parameter_without_state,
+    changed_batch,
+)
+
+
+# --- optimizers
+
+
+def has_gate(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer changes nothing in a step if ``found_inf`` is 1."""
+    if type(optimizer) not in _OPTIMIZERS_WITH_GATE:
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _needs_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether the parameters of a group have state once they have been stepped."""
+    return not (type(optimizer) is SGD and group["momentum"] == 0)
+
+
+def _fix_of(optimizer: Optimizer) -> str:
+    """Return how to get an optimizer with a gate."""
+    kind = type(optimizer)
+    if kind in _OPTIMIZERS_WITH_GATE:
+        return f"create it with torch.optim.{kind.__name__}(..., fused=True)"
+    return "use torch's Adam, AdamW, SGD or Adagrad with fused=True"
+
+
+def _averages_among(context: RunContext) -> set[str]:
+    """Return the names in ``parts.states`` that belong to averages of the models."""
+    averages = {id(average) for average in context.parts.averages.values()}
+    return {name for name, state in context.parts.states.items() if id(state) in averages}
+
+
+class GeneratorUse:
+    """Finds the random generators from which both the loss function and the loop draw."""
+
+    def __init__(self) -> None:
+        # The generators that the last step has moved, and the random state after it. None if the
+        # loop may have restored the state since then.
+        self._last_step: tuple[frozenset[str], RandomState] | None = None
+        # All generators found so far.
+        self.shared: frozenset[str] = frozenset()
+
+    def note_step(self, before: RandomState, after: RandomState) -> None:
+        """Note the random state before and after a step."""
+        self._last_step = (changed_generators(before, after), after)
+
+    def note_next_step(self, now: RandomState) -> None:
+        """Note the random state at the beginning of the next step."""
+        if self._last_step is None:
+            return
+        moved, after = self._last_step
+        if moved:
+            self.shared |= moved & changed_generators(after, now)
+
+    def forget(self) -> None:
+        """Ignore what is drawn until the next step, such as the order of the next epoch."""
+        self._last_step = None
+
+
+class DecisionTiming:
+    """Determines for each step of a run whether its result may be read one step later.
+
+    Args:
+        context: The objects that the parts of the run share.
+        framework: Why steps in a framework's loop are decided now. None in a loop of the user.
+
+    Raises:
+        PolicyError: H105 if the policy asks for late decisions, but an optimizer has no gate.
+    """
+
+    def __init__(self, context: RunContext, framework: str | None) -> None:
+        self._context = context
+        self.generators = GeneratorUse()
+        # The names of the optimizers that have stepped in this process.
+        self._stepped: set[str] = set()
+        # The reasons that were recorded.
+        self._recorded: set[str] = set()
+        decide = context.policy.decide
+        if decide == "late":
+            for name, optimizer in context.parts.optimizers.items():
+                _check_has_gate(name, optimizer)
+        # Whether any step of this run may be decided late.
+        self.is_late = decide == "late" or (
+            decide == "auto" and context.parts.device_type() != "cpu"
+        )
+        # The reason why no step of this run is decided late. It is recorded in the first step, when
+        # the recording is open.
+        self._reason_of_run: Reason | None = None
+        if framework is not None:
+            self._reason_of_run = Reason(why=framework)
+        elif self.is_late:
+            self._reason_of_run = _reason_in(RUN_RULES, context)
+
+    def must_decide_now(self, batch: Any, names: Sequence[str], *, undecided_steps: int) -> bool:
+        """Return whether the result of the next step must be read before its optimizer runs.
+
+        Args:
+            batch: The batch of the step.
+            names: The names of the optimizers to step.
+            undecided_steps: The number of earlier steps whose results are unknown: 0 or 1.
+        """
+        if not self.is_late:
+            return True
+        reason = self._reason_of_run
+        if reason is not None:
+            self.is_late = False
+        else:
+            begin = StepBegin(
+                context=self._context,
+                batch=batch,
+                names=names,
+                stepped=self._stepped,
+                shared_generators=self.generators.shared,
+                undecided_steps=undecided_steps,
+            )
+            reason = _reason_in(BEGIN_RULES, begin)
+        return self._note(reason)
+
+    def must_decide_attempt_now(self, work: Work, attempt: UnreadAttempt) -> bool:
+        """Return whether the result of an attempt must be read before the optimizer runs."""
+        end = StepEnd(context=self._context, work=work, attempt=attempt)
+        return self._note(_reason_in(END_RULES, end))
+
+    def note_committed(self, names: Sequence[str]) -> None:
+        """Note that these optimizers have stepped."""
+        self._stepped.update(names)
+
+    def calm_loss(self, series: str) -> float:
+        """Return the loss above which the next step must be judged before it takes effect.
+
+        Args:
+            series: The name of the series of losses to which the step belongs.
+        """
+        if self._context.policy.spike_action in ("off", "warn"):
+            return float("inf")
+        calm_loss = self._context.spikes.calm_loss(series)
+        # If something is suspected, the gate refuses the step, so that it is repeated and judged.
+        return float("-inf") if calm_loss is None else calm_loss
+
+    def _note(self, reason: Reason | None) -> bool:
+        """Record a reason once, and return whether there is one."""
+        if reason is None:
+            return False
+        if reason.why and reason.why not in self._recorded:
+            self._recorded.add(reason.why)
+            kind = run_events.OptimizerNotFused if reason.fix else run_events.DecidedNow
+            fix = {"fix": reason.fix} if reason.fix else {}
+            self._context.record.emit(kind(why=reason.why, **fix))
+        return True
+
+
+def _reason_in(rules: Sequence[Callable[[Any], Reason | None]], facts: Any) -> Reason | None:
+    """Return the reason of the first rule that has one, or None."""
+    for rule in rules:
+        reason = rule(facts)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _check_has_gate(name: str, optimizer: Optimizer) -> None:
+    """Raise H105 if the policy asks for late decisions, but an optimizer has no gate."""
+    if has_gate(optimizer):
+        return
+    raise PolicyError(
+        f'decide="late" with optimizer {name!r}, a {type(optimizer).__name__} that is not fused',
+        limit="only a fused optimizer can keep a refused step from changing the weights",
+        fix=f'{_fix_of(optimizer)}, or set decide="auto".',
+        rule="H105",
+    )
