@@ -154,6 +154,13 @@ def first_step_of_an_optimizer(begin: StepBegin) -> Reason | None:
     return None if begin.stepped.issuperset(begin.names) else _EXPECTED
 
 
+def nested_step(begin: StepBegin) -> Reason | None:
+    """A step that an optimizer's hook runs is inside another step."""
+    if not begin.context.state.is_changing:
+        return None
+    return Reason(why="a step runs inside another step")
+
+
 def several_batches(begin: StepBegin) -> Reason | None:
     """The batches of a window are weighted by their numbers of items, which the host reads."""
     if not isinstance(begin.batch, Window):
@@ -202,6 +209,7 @@ BEGIN_RULES: tuple[BeginRule, ...] = (
     optimizer_without_gate,
     optimizer_with_hooks,
     first_step_of_an_optimizer,
+    nested_step,
     several_batches,
     short_of_memory,
     observed_by_the_diagnosis,

@@ -122,7 +122,8 @@ def test_gradients_that_were_filled_before_the_first_step_are_not_lost_in_silenc
     guarded(tmp_path / "b", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x))
 
 
-def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path, fused):
     """An optimizer that a hook steps cannot be taken back: H211 in the first step.
 
     A hook that only looks is free.
@@ -137,7 +138,7 @@ def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
     )
     assert seen
     weight = next(given["model"].parameters())
-    of_hook = torch.optim.SGD([weight], lr=0.1)
+    of_hook = torch.optim.SGD([weight], lr=0.1, fused=fused)
     weight.register_post_accumulate_grad_hook(lambda _: of_hook.step())
     with pytest.raises(holdfast.BatchError, match="changed 1 parameter") as caught:
         guarded(tmp_path / "b", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x))

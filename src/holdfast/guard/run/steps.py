@@ -378,8 +378,13 @@ class Steps:
         decision = self.recovery.judge(call.series, attempt)
         # The gate refuses every step that the host might refuse.
         assert decision is None, decision
-        with self.recovery.samples.about(undecided.mark):
-            self._committed(outcome, call)
+        try:
+            with self.recovery.samples.about(undecided.mark):
+                self._committed(outcome, call)
+        except BaseException:
+            # The weights include the step, but a scheduler may not.
+            self.session.state.spoil()
+            raise
         self.session.counters.note_out_of_memory(outcome.out_of_memory)
         self._record_result(outcome, call, None, undecided.seconds)
         undecided.result.become(outcome.result(None), repeated=False)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.core.errors import BatchError
 from holdfast.core.text import counted
@@ -130,9 +131,25 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         for p in parameters
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
     ]
+    if not hooked:
+        yield
+        return
     before = [p._version for p in hooked]
-    yield
-    moved = sum(p._version != version for p, version in zip(hooked, before, strict=True))
+    # A fused optimizer changes parameters without changing their version counters.
+    stepped: set[int] = set()
+
+    def note_step(optimizer: Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        stepped.update(id(p) for group in groups for p in group["params"] if p.grad is not None)
+
+    handle = register_optimizer_step_pre_hook(note_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+    moved = sum(
+        p._version != version or id(p) in stepped for p, version in zip(hooked, before, strict=True)
+    )
     if moved:
         raise BatchError(
             f"hooks have changed {counted(moved, 'parameter')} in backward",

@@ -420,8 +420,10 @@ class Attempts:
         return groups
 
     def begin_again(self, work: Work) -> None:
-        """Copy the state that attempts may change once more, since it has changed in between."""
+        """Copy the state that attempts may change, and clear the gradients, as `begin` does."""
         self._buffers.keep()
+        for parameter in work.parameters:
+            parameter.grad = None
         work.random_state = capture(self._devices)
 
     # --- undoing an attempt
