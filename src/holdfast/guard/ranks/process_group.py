@@ -48,7 +48,12 @@ from holdfast.numerics.loss import Terms
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=DistributedModel)
 # The policy fields that are restricted in runs with several ranks, with their allowed values.
-_ALLOWED_VALUES = {"drop_nonfinite_samples": (False,)}
+_ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
+    "drop_nonfinite_samples": (False,),
+    # A second pass would repeat the collectives of backward, which no other rank would expect after
+    # a failure in it.
+    "repeat_step_interval": (None,),
+}
 
 
 class _Result(IntEnum):
