@@ -803,10 +803,9 @@ class RepetitionDiffered(EventData):
 
     Training continues with the first pass. `parameters` names the first parameters whose gradients
     differ, and `parameter_count` is their total number. `third_agrees_with` says which of the two
-    passes a third one agrees with: ``"first"``, ``"second"`` or ``"neither"``. It is None if a third
-    pass was not possible. `operations` are the nondeterministic operations in the step, as far as
-    torch names them. `deterministic` says whether the script has enabled torch's deterministic
-    algorithms.
+    passes a third one agrees with, or ``"neither"``. It is None if a third pass was not possible.
+    `operations` are the nondeterministic operations in the step, as far as torch names them.
+    `deterministic` says whether the script has enabled torch's deterministic algorithms.
     """
 
     parameters: tuple[str, ...]

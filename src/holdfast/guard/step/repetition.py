@@ -228,9 +228,7 @@ class Repetition:
         names = [match["operation"] for match in matches if match is not None]
         return tuple(dict.fromkeys(names))
 
-    def _names_of(
-        self, gradients: dict[torch.Tensor, torch.Tensor | None]
-    ) -> tuple[str, ...]:
+    def _names_of(self, gradients: dict[torch.Tensor, torch.Tensor | None]) -> tuple[str, ...]:
         """Return the names of these parameters, in the order of the model."""
         return tuple(
             name for name, parameter in self._parts.named_parameters() if parameter in gradients
@@ -294,7 +292,9 @@ class _StartUnknownError(Exception):
     """
 
     def __init__(self, names: list[str]) -> None:
-        super().__init__(f"{', '.join(names[:_MOST_NAMES])} changed for the first time in this step")
+        super().__init__(
+            f"{', '.join(names[:_MOST_NAMES])} changed for the first time in this step"
+        )
 
 
 def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
