@@ -50,8 +50,8 @@ _Model = TypeVar("_Model", bound=DistributedModel)
 # The policy fields that are restricted in runs with several ranks, with their allowed values.
 _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "drop_nonfinite_samples": (False,),
-    # A second pass would repeat the collectives of backward, which no other rank would expect after
-    # a failure in it.
+    # If the second pass failed on one rank only, the other ranks would wait for this rank in the
+    # collectives of backward.
     "repeat_step_interval": (None,),
 }
 
