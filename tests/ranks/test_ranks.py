@@ -679,6 +679,7 @@ def refusals(rank, run):
         "micro_batch_size=2": lambda: guarded(linear(static_graph=True), micro_batch_size=2),
         "PowerSGD": lambda: guarded(hooked()),
         "drop_nonfinite_samples=True": lambda: guarded(linear(), drop_nonfinite_samples=True),
+        "repeat_step_interval=2": lambda: guarded(linear(), repeat_step_interval=2),
         "2 terms": lambda: guarded(plain, loss_fn=two_terms(plain)),
         "returned 2 terms": lambda: guarded(
             plain, loss_fn=two_terms(plain), micro_batch_size=1, check_split=False

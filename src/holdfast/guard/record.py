@@ -88,6 +88,8 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
         run_events.SamplesDropped,
         run_events.MicroBatchDropped,
         run_events.SavesSynchronous,
+        run_events.RepetitionDiffered,
+        run_events.StepNotRepeated,
         run_events.LoaderHealed,
         run_events.SampleQuarantined,
         run_events.DescriptorLimitRaised,

@@ -247,6 +247,14 @@ def parameter_without_state(end: StepEnd) -> Reason | None:
     return None
 
 
+def repetition_is_due(end: StepEnd) -> Reason | None:
+    """A step that is repeated on purpose is read to compare both passes."""
+    interval = end.context.policy.repeat_step_interval
+    if interval is None or (end.context.record.global_step + 1) % interval:
+        return None
+    return _EXPECTED
+
+
 def changed_batch(end: StepEnd) -> Reason | None:
     """A batch that the loss function has changed cannot be used again if the step is refused."""
     if versions_of(end.work.tensors) == end.work.versions:
@@ -257,6 +265,7 @@ def changed_batch(end: StepEnd) -> Reason | None:
 END_RULES: tuple[EndRule, ...] = (
     buffer_without_copy,
     parameter_without_state,
+    repetition_is_due,
     changed_batch,
 )
 

@@ -39,6 +39,7 @@ _WARNINGS = frozenset(
         "recompute",
         "nonfinite_origin",
         "nonfinite_not_traced",
+        "repetition_differed",
         "samples_dropped",
         "micro_batch_dropped",
         "loader_healed",

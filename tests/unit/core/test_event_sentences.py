@@ -213,6 +213,19 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ("0 to 3 and 8 to 11", "7 and 9"),
     ),
     (
+        run.RepetitionDiffered(
+            parameters=("a", "b"),
+            parameter_count=7,
+            loss_differs=True,
+            third_agrees_with="second",
+            operations=("put_",),
+            deterministic=True,
+            rule="H504",
+        ),
+        ("the loss", "7 parameters", "a, b", "second", "put_", "deterministic", "H504"),
+    ),
+    (run.StepNotRepeated(why="no memory"), ("no memory",)),
+    (
         run.Spike(loss=12.34567, grad_norm=98765.4, usual_norm=1.5, level="HARD"),
         ("12.35", "98,765", "1.5"),
     ),

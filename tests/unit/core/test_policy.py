@@ -39,6 +39,7 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "clip_by": (["groups", "GLOBAL", None, 1], ["global"]),
     "provenance": _SWITCH,
     "drop_nonfinite_samples": _SWITCH,
+    "repeat_step_interval": (_NOT_A_COUNT, [None, 1, 1000]),
     "nonfinite_patience": (_NOT_A_COUNT, [None, 1]),
     "max_rollbacks": ([-1, 1.5, math.nan, True, False, None, "2"], [0, 1]),
     "spike_action": (["rollback", "Skip", None, False], ["off", "warn", "skip", "roll_back"]),

@@ -17,6 +17,9 @@ from holdfast.core.events.decisions import name_of_batch
 from holdfast.core.raised import exception_text
 from holdfast.core.text import counted, duration, listed, number, percent, size
 
+# The one of two passes over the same step that a third one agrees with.
+AgreeingPass = Literal["first", "second", "neither"]
+
 # --- a run starts, is observed, and ends ----------------------------------------------------------
 
 
@@ -811,6 +814,63 @@ class MicroBatchDropped(EventData):
         if self.dataset_indices:
             text += f" (dataset indices {listed(self.dataset_indices)})"
         return f"{text}: the loss of their micro-batches was not finite ({self.promise})"
+
+
+class RepetitionDiffered(EventData):
+    """A step was made twice from the same state, and the bits of the results differ.
+
+    Training continues with the first pass. `parameters` names the first parameters whose gradients
+    differ, and `parameter_count` is their total number. `third_agrees_with` says which of the two
+    passes a third one agrees with, or ``"neither"``. It is None if a third pass was not possible.
+    `operations` are the nondeterministic operations in the step, as far as torch names them.
+    `deterministic` says whether the script has enabled torch's deterministic algorithms.
+    """
+
+    parameters: tuple[str, ...]
+    parameter_count: int
+    loss_differs: bool
+    third_agrees_with: AgreeingPass | None
+    operations: tuple[str, ...]
+    deterministic: bool
+    rule: str
+
+    def __str__(self) -> str:
+        text = f"a repeated step gave other bits in {self._results()}"
+        if self.third_agrees_with == "neither":
+            text += "; a third pass agrees with neither of the two"
+        elif self.third_agrees_with is not None:
+            text += f"; a third pass agrees with the {self.third_agrees_with} one"
+        if self.operations:
+            text += f"; nondeterministic according to torch: {listed(self.operations)}"
+        else:
+            text += "; torch names no nondeterministic operation"
+        if self.deterministic:
+            text += " (deterministic algorithms are enabled)"
+        return f"{text}. Training continues with the first pass ({self.rule})"
+
+    def _results(self) -> str:
+        """Describe which results differ."""
+        results = []
+        if self.loss_differs:
+            results.append("the loss")
+        if self.parameter_count:
+            gradients = f"the gradients of {counted(self.parameter_count, 'parameter')}"
+            if self.parameters:
+                names = list(self.parameters)
+                if self.parameter_count > len(names):
+                    names.append("...")
+                gradients += f" ({', '.join(names)})"
+            results.append(gradients)
+        return " and ".join(results)
+
+
+class StepNotRepeated(WithReason):
+    """A step that ``Policy.repeat_step_interval`` selects could not be repeated.
+
+    Each reason is recorded once in each process.
+    """
+
+    summary = "a step could not be repeated for comparison (later ones like it are not reported)"
 
 
 class Spike(EventData):

@@ -48,7 +48,12 @@ from holdfast.numerics.loss import Terms
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=DistributedModel)
 # The policy fields that are restricted in runs with several ranks, with their allowed values.
-_ALLOWED_VALUES = {"drop_nonfinite_samples": (False,)}
+_ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
+    "drop_nonfinite_samples": (False,),
+    # If the second pass failed on one rank only, the other ranks would wait for this rank in the
+    # collectives of backward.
+    "repeat_step_interval": (None,),
+}
 
 
 class _Result(IntEnum):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,24 @@ class LossScale:
             self._scaler = self._new()
             self._scaler.load_state_dict(state)
             self._unscaled = False
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Return a context for a further pass of a step whose gradients were already unscaled.
+
+        The pass uses the same scale. What it finds out about its gradients is discarded.
+        """
+        scaler = self._scaler
+        unscaled = self._unscaled
+        state = scaler.state_dict()
+        self._scaler = self._new()
+        self._scaler.load_state_dict(state)
+        self._unscaled = False
+        try:
+            yield
+        finally:
+            self._scaler = scaler
+            self._unscaled = unscaled
 
     def value(self) -> float | None:
         """Return the scale, or None without loss scaling. This synchronizes with the device."""

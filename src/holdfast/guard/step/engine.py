@@ -40,6 +40,7 @@ from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
 from holdfast.guard.step.failures import Failure, OtherRankFailed, failure_of
 from holdfast.guard.step.remedies import StepRemedies
+from holdfast.guard.step.repetition import Repetition
 from holdfast.guard.step.replay import Replay
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import trim_heap
@@ -88,6 +89,7 @@ class StepEngine:
         self._remedies = StepRemedies(context, self.attempts, reserves)
         self._model_order = _ModelOrder(context.parts)
         self._replay = Replay(context.parts, self.attempts)
+        self._repetition = Repetition(context, self.attempts)
         self._step_id = 0
 
     def begin(
@@ -231,6 +233,7 @@ class StepEngine:
         if attempt.facts.nonfinite:
             return self.skip(work, attempt)
         try:
+            self._repetition.repeat_if_due(work, attempt)
             decision = judge(attempt)
         except BaseException as error:
             self.take_back_after(work, error)
