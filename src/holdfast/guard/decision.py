@@ -204,14 +204,16 @@ class LateLoss(torch.Tensor):
     _settle: Any
 
     @classmethod
-    def of(cls, loss: torch.Tensor, settle: Any) -> Self:
-        """Return a copy of a loss.
+    def of(cls, loss: torch.Tensor, settle: Any) -> torch.Tensor:
+        """Return a copy of a loss. A loss of a tensor subclass, such as a DTensor, is only copied.
 
         Args:
             loss: The loss, shape ``()``, detached. A copy is necessary because a CUDA graph
                 overwrites its outputs when it is replayed.
             settle: Function that reads the result of the step.
         """
+        if type(loss) is not torch.Tensor:
+            return loss.clone()
         late: Self = torch.Tensor._make_subclass(cls, loss.clone())
         late._settle = settle
         return late

@@ -54,6 +54,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.StopRequested,
         run_events.NotRestored,
         run_events.OptimizerNotFused,
+        run_events.LossFunctionReads,
         run_events.DiagnosisLimited,
         run_events.SplitStopped,
         run_events.Spike,

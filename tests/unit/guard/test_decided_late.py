@@ -5,6 +5,7 @@ All of these tests run on the CPU, where torch's fused optimizers have the same 
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.guard.guarded import Short, assert_same, kinds_of, tensors_of
+from tests.unit.guard.guarded import Short, assert_same, kinds_of, tensors_of, the_event
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,6 +31,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     ),
     "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=1e-2, fused=True),
 }
+
+
+# Events that depend on the mode, or that hold a duration.
+MODE_DEPENDENT_EVENTS = (
+    "decided_now",
+    "optimizer_not_fused",
+    "loss_function_reads",
+    "checkpoint_saved",
+)
 
 
 class Training:
@@ -195,11 +205,10 @@ def train_in(
     torch.manual_seed(7)
     random.seed(7)
     guard, state = train(run_dir / decide, decide)
-    # The time of an event differs, and so does whether a step was decided late.
     events = [
         (event.kind, event.global_step, event.data)
         for event in guard.events()
-        if event.kind not in ("decided_now", "optimizer_not_fused", "checkpoint_saved")
+        if event.kind not in MODE_DEPENDENT_EVENTS
     ]
     return events, state
 
@@ -543,6 +552,27 @@ def test_state_objects_are_decided_now(tmp_path: Path) -> None:
         results = [guard.step(batch, training.loss) for batch in batches(4)]
     assert not any(isinstance(result, UndecidedResult) for result in results)
     assert kinds_of(guard, "decided_now") == ["decided_now"]
+
+
+def test_a_loss_function_that_reads_a_value_is_reported_once(tmp_path: Path) -> None:
+    """The event names the line, since the device waits there whatever the guard does."""
+    training = Training()
+    lines = []
+
+    def loss_fn(batch: Batch) -> torch.Tensor:
+        loss = training.loss(batch)
+        lines.append(inspect.currentframe().f_lineno + 1)  # type: ignore[union-attr]
+        if loss.item() > 1e6:
+            return loss * 0.5
+        return loss
+
+    with training.guard(tmp_path, "late") as guard:
+        for batch in batches(5):
+            guard.step(batch, loss_fn)
+
+    event = the_event(guard, "loss_function_reads")
+    assert event.data["file"] == __file__
+    assert event.data["line"] == lines[0]
 
 
 def test_on_the_cpu_nothing_is_late_by_default(tmp_path: Path) -> None:

@@ -741,6 +741,21 @@ class OptimizerNotFused(DecidedNow):
         return f"a GPU waits for the host in each step, because {self.why}; {self.fix}"
 
 
+class LossFunctionReads(EventData):
+    """The loss function reads a value from a device, which then waits for the host in each step."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return (
+            f"the loss function calls {self.function} on a tensor on the device in {self.file}:"
+            f"{self.line}, so the device waits for the host in each step. Keep the value in a"
+            " tensor, and read it after the step or only every few steps"
+        )
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 

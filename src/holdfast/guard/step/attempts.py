@@ -25,6 +25,7 @@ from holdfast.guard.splitting.loss_functions import FilledOutside
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.work import Work
+from holdfast.guard.step.host_reads import HostRead, HostReads
 from holdfast.guard.step.passes import Passes
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split, micro_batches, tensors_in
@@ -99,6 +100,8 @@ class Attempts:
         self._begun = 0
         # The number of the current attempt. None between attempts.
         self.current: int | None = None
+        # Whether it is known if the loss function reads values from the device.
+        self._has_looked_for_reads = False
         # The ids of the parameters that the last step updated.
         self._stepped_last: list[int] = []
         # All other parameters.
@@ -168,13 +171,29 @@ class Attempts:
 
     def make_unread(self, work: Work, plan: StepPlan) -> UnreadAttempt:
         """Run forward and backward as planned, without waiting for the result."""
-        passed, groups = self._passed(work, plan)
+        if self._has_looked_for_reads or self.compiled:
+            passed, groups = self._passed(work, plan)
+        else:
+            with HostReads(self._parts.device_type()) as host_reads:
+                passed, groups = self._passed(work, plan)
+            self._report_reads(host_reads.reads)
         return UnreadAttempt(
             passed=passed,
             groups=groups,
             measurement=measure(groups, passed.loss, _unread_items(passed)),
             micro_batch_size=self._micro_batch_size(work, plan),
         )
+
+    def _report_reads(self, reads: Sequence[HostRead]) -> None:
+        """Report once that the loss function reads values from the device."""
+        self._has_looked_for_reads = True
+        if reads:
+            first = reads[0]
+            self._record.emit(
+                run_events.LossFunctionReads(
+                    function=first.function, file=first.file, line=first.line
+                )
+            )
 
     def read(self, attempt: UnreadAttempt) -> StepAttempt:
         """Wait for the result of an attempt whose gradients are still those of the parameters."""
