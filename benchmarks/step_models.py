@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,17 @@ MAX_GRAD_NORM = 1.0
 _CLASSES = 10
 _WIDTHS = {"tiny": 4, "mlp": 256, "mlp512": 512, "mlp2048": 2048}
 _BLOCKS, _STEPS_OF_A_BLOCK = 5, 4
+# A step on a GPU takes the host's time at least, so its length says little while batches are small.
+_MOST_TRIALS = 12
+
+Implementation: TypeAlias = Literal["default", "fused", "foreach"]
+"""How AdamW updates the weights: the implementation that torch chooses, or one by name."""
+
+_ARGUMENTS: dict[Implementation, dict[str, bool]] = {
+    "default": {},
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+}
 
 
 class Job:
@@ -24,16 +35,25 @@ class Job:
             activations.
         batch_size: Samples.
         device: Where it lies.
+        implementation: Of AdamW.
     """
 
-    def __init__(self, kind: str, batch_size: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        kind: str,
+        batch_size: int,
+        device: str = "cpu",
+        implementation: Implementation = "default",
+    ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = _make_model(kind).to(device)
         # It learns: of a run that does not, the guard searches the cause, which is no cost of a
         # step.
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-2 if kind == "tiny" else 1e-3
+            self.model.parameters(),
+            lr=1e-2 if kind == "tiny" else 1e-3,
+            **_ARGUMENTS[implementation],
         )
         shape = (
             (_WIDTHS[kind],) if kind in _WIDTHS else (3, 32, 32) if kind == "conv" else (3, 64, 64)
@@ -89,7 +109,7 @@ def find_batch_size(
 ) -> Size:
     """Return the batch size with which one bare step takes about this long."""
     size, took = 16, 0.0
-    for _ in range(6):
+    for _ in range(_MOST_TRIALS):
         job, blocks = Job(kind, size, device), []
         for _ in range(_BLOCKS):
             started = clock()

@@ -1,13 +1,17 @@
 """What a guarded step costs over a plain loop with clipping.
 
-Everything at its default, first steps too, and peers.
+Everything at its default, the first steps too; both ways to decide a step; and other frameworks.
 
-How: in a forked child two models of one kind, bare and guarded, each with a torch loader of its
-own, train in blocks of 20 steps that take turns, in random order; in every second child the guarded
+How: in a forked child a bare and a guarded model of one kind, each with a torch loader of its own,
+train in blocks of 20 steps that take turns, in random order; in every second child the guarded
 model is made first. Compared is the CPU time of all threads (user and system) of the two blocks of
 a pair, so saves beside the loop count. *First*: the first 400 steps of both, the very first
 included, as the ratio or difference of the sums, one sample for each child. *Warm*: after 500
 steps, one sample for each pair of blocks.
+
+*Now* and *late*: as above, with fused AdamW in all loops. The bare loop and two guarded ones take
+turns: one decides each step before its optimizer is launched (``decide="now"``), the other one step
+later (``decide="late"``).
 
 *Alone*: one loop in a child of its own, all with the guard's malloc setting; the CPU time of steps
 401 to 800 of a guarded child over that of the bare one started in the same round, in random order.
@@ -23,320 +27,239 @@ guarded less bare.
 from __future__ import annotations
 
 import itertools
-import logging
 import random
-import tempfile
-import threading
-import time
+import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
-
-import torch
 
 from benchmarks.forks import single_threaded, value_in_a_fork
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options
-from benchmarks.step_models import MAX_GRAD_NORM, Job, find_batch_size
-from holdfast import Guard
+from benchmarks.step_loops import BLOCK_STEPS, FRAMEWORKS, LOOPS, in_turns, silence_frameworks
+from benchmarks.step_models import Implementation, Job, find_batch_size
 from holdfast.memory.host_memory import set_malloc_threshold
 
-_ENDLESS = 10**6
-_BLOCK, _FIRST, _WARM_AFTER = 20, 400, 500
-# Kind, milliseconds (None: a batch of 64 or 4), children, most at first and when warm: ratios, of
-# tiny microseconds.
-_TIMED: tuple[tuple[str, float | None, int, float, float], ...] = (
-    ("tiny", None, 6, 120.0, 80.0),
-    ("mlp512", None, 3, 1.03, 1.015),
-    ("mlp", 10.0, 3, 1.03, 1.015),
-    ("conv", 10.0, 3, 1.03, 1.015),
-    ("mlp", 50.0, 1, 1.03, 1.005),
-)
+_FIRST_STEPS = 400
+_WARM_AFTER_STEPS = 500
+_WARM_ROUNDS = 20
+_ALONE_AT_MOST = 1.015
 _MEMORY_CASES = (("mlp", 16384), ("wide_conv", 64), ("wide_conv", 256))
 
-Clock: TypeAlias = Callable[[], float]
-Loop: TypeAlias = Callable[[int], float]
-"""Makes so many steps, a multiple of the block, and returns their seconds, of CPU time if no clock
-is named."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A model whose steps are timed, and the targets.
 
-class _Same(torch.utils.data.Dataset[Any]):
-    """The batch of a job, again and again."""
-
-    def __init__(self, batch: Callable[[], Any]) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return _ENDLESS
-
-    def __getitem__(self, _: int) -> Any:
-        return self._batch()
-
-
-def _loader(batch: Callable[[], Any]) -> Any:
-    return torch.utils.data.DataLoader(_Same(batch), batch_size=None)
-
-
-def _stepping(
-    step: Callable[[Any], Any], batches: Iterator[Any], clock: Clock = time.process_time
-) -> Loop:
-    def run(steps: int) -> float:
-        started = clock()
-        for _ in range(steps):
-            step(next(batches))
-        return clock() - started
-
-    return run
-
-
-def bare(job: Job, clock: Clock = time.process_time) -> Loop:
-    return _stepping(job.bare_step, iter(_loader(lambda: job.batch)), clock)
-
-
-def guarded(job: Job, clock: Clock = time.process_time) -> Loop:
-    guard = Guard(
-        tempfile.mkdtemp(),
-        model=job.model,
-        optimizer=job.optimizer,
-        loader=_loader(lambda: job.batch),
-        max_grad_norm=MAX_GRAD_NORM,
-    )
-    return _stepping(
-        lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS), clock
-    )
-
-
-def accelerated(job: Job, clock: Clock = time.process_time) -> Loop:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=job.device == "cpu")
-    model, optimizer, loader = accelerator.prepare(
-        job.model, job.optimizer, _loader(lambda: job.batch)
-    )
-
-    def step(batch: Any) -> None:
-        inputs, labels = batch
-        optimizer.zero_grad()
-        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
-        accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-
-    return _stepping(step, iter(loader), clock)
-
-
-class _Turns:
-    """Lets a training that owns its loop go on for some steps at a time, in a thread that waits
-    in between.
+    Args:
+        kind: Of model; see `Job`.
+        batch_size: Samples. None: as many as a bare step of `milliseconds` needs.
+        milliseconds: The length of a bare step, if that decides the batch size.
+        children: Processes in which it is measured.
+        first: Largest cost of one of the first steps that reaches the target: a ratio, or
+            microseconds of a tiny model, whose own steps are too short for a ratio.
+        warm: The same after these.
+        decisions: Whether steps that are decided now and late are compared as well.
     """
 
-    def __init__(self, train: Callable[[Callable[[], None]], None], clock: Clock) -> None:
-        self._clock = clock
-        self._left, self._go, self._done = 0, threading.Semaphore(0), threading.Semaphore(0)
-        threading.Thread(target=train, args=(self._stepped,), daemon=True).start()
-        self._wait_for_first = True
+    kind: str
+    batch_size: int | None = None
+    milliseconds: float | None = None
+    children: int
+    first: float
+    warm: float
+    decisions: bool = False
 
-    def _stepped(self) -> None:
-        """Called after each step, and once before the first."""
-        self._left -= 1
-        if self._left <= 0:
-            self._done.release()
-            self._go.acquire()
+    @property
+    def is_tiny(self) -> bool:
+        """Whether costs are in microseconds, and not ratios."""
+        return self.kind == "tiny"
 
-    def run(self, steps: int) -> float:
-        if self._wait_for_first:
-            self._done.acquire()
-            self._wait_for_first = False
-        self._left = steps
-        started = self._clock()
-        self._go.release()
-        self._done.acquire()
-        return self._clock() - started
+    @property
+    def name(self) -> str:
+        """What figures call it."""
+        return self.kind if self.milliseconds is None else f"{self.kind}, {self.milliseconds:g} ms"
 
-
-def lightning(job: Job, clock: Clock = time.process_time) -> Loop:
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = job.model
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return job.optimizer
-
-    def train(stepped: Callable[[], None]) -> None:
-        class Waits(pl.Callback):
-            def on_train_start(self, *_: Any) -> None:
-                stepped()
-
-            def on_train_batch_end(self, *_: Any) -> None:
-                stepped()
-
-        trainer = pl.Trainer(
-            max_steps=_ENDLESS,
-            callbacks=[Waits()],
-            gradient_clip_val=MAX_GRAD_NORM,
-            accelerator="cpu" if job.device == "cpu" else "gpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tempfile.mkdtemp(),
-        )
-        trainer.fit(Module(), _loader(lambda: job.batch))
-
-    return _Turns(train, clock).run
+    def find_batch_size(self) -> int:
+        """Return the batch size, found by trial in a child if that is necessary."""
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.milliseconds is not None
+        find = partial(find_batch_size, self.kind, self.milliseconds)
+        return int(value_in_a_fork(find, self.kind).batch_size)
 
 
-def transformers(job: Job, clock: Clock = time.process_time) -> Loop:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = job.model
-
-        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), labels)}
-
-    def train(stepped: Callable[[], None]) -> None:
-        class Waits(TrainerCallback):
-            def on_train_begin(self, *_: Any, **__: Any) -> None:
-                stepped()
-
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                stepped()
-
-        class Trains(Trainer):
-            def get_train_dataloader(self) -> Any:
-                named = _loader(lambda: dict(zip(("inputs", "labels"), job.batch, strict=True)))
-                return self.accelerator.prepare(named)
-
-        arguments = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
-            max_steps=_ENDLESS,
-            max_grad_norm=MAX_GRAD_NORM,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=job.device == "cpu",
-        )
-        constant = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda _: 1.0)
-        Trains(
-            Model(), arguments, callbacks=[Waits()], optimizers=(job.optimizer, constant)
-        ).train()
-
-    return _Turns(train, clock).run
+_TIMED = (
+    Timed(kind="tiny", batch_size=4, children=6, first=200.0, warm=100.0, decisions=True),
+    Timed(kind="mlp512", batch_size=64, children=3, first=1.03, warm=1.015),
+    Timed(kind="mlp", milliseconds=10.0, children=3, first=1.04, warm=1.02, decisions=True),
+    Timed(kind="conv", milliseconds=10.0, children=3, first=1.04, warm=1.02, decisions=True),
+    Timed(kind="mlp", milliseconds=50.0, children=1, first=1.03, warm=1.005),
+)
 
 
-PEERS: dict[str, Callable[..., Loop]] = {
-    "bare": bare,
-    "guarded": guarded,
-    "accelerate": accelerated,
-    "lightning": lightning,
-    "transformers' Trainer": transformers,
-}
+@dataclass(slots=True)
+class Rounds:
+    """The seconds of a step by loop, in each round of blocks."""
 
+    first: list[dict[str, float]] = field(default_factory=list)
+    warm: list[dict[str, float]] = field(default_factory=list)
 
-def in_turns(made: Sequence[tuple[str, Loop]], pairs: int, seed: int) -> list[dict[str, float]]:
-    """Return the CPU seconds of a step of each loop, for each round of blocks in random order."""
-    chance = random.Random(seed)
-    return [
-        {name: run(_BLOCK) / _BLOCK for name, run in chance.sample(made, len(made))}
-        for _ in range(pairs)
-    ]
+    def mean_of_first(self) -> dict[str, float]:
+        """Return the mean seconds of one of the first steps, by loop."""
+        return {
+            name: statistics.fmean(seconds[name] for seconds in self.first)
+            for name in self.first[0]
+        }
 
 
 def compared(
-    names: Sequence[str], kind: str, size: int, warm_pairs: int, seed: int
-) -> tuple[Any, Any]:
-    """Return the rounds of blocks of the first 400 steps, and those after 500."""
+    names: Sequence[str],
+    kind: str,
+    batch_size: int,
+    warm_rounds: int,
+    seed: int,
+    implementation: Implementation = "default",
+) -> Rounds:
+    """Time loops in this process, from their first step on."""
     set_malloc_threshold("auto")  # as the guard does, for all
     order = list(names) if seed % 2 else list(names)[::-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("lightning.pytorch", "transformers", "accelerate", "holdfast"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        made = [(name, PEERS[name](Job(kind, size))) for name in order]
-        first = in_turns(made, _FIRST // _BLOCK, seed)
-        in_turns(made, (_WARM_AFTER - _FIRST) // _BLOCK, seed)
-        return first, in_turns(made, warm_pairs, seed)
+        silence_frameworks()
+        loops = [
+            (name, LOOPS[name](Job(kind, batch_size, implementation=implementation)))
+            for name in order
+        ]
+        first = in_turns(loops, _FIRST_STEPS // BLOCK_STEPS, seed)
+        in_turns(loops, (_WARM_AFTER_STEPS - _FIRST_STEPS) // BLOCK_STEPS, seed)
+        return Rounds(first, in_turns(loops, warm_rounds, seed))
 
 
-def alone(name: str, kind: str, size: int) -> float:
+def alone(name: str, kind: str, batch_size: int) -> float:
     """Return the CPU seconds of a step of one loop in this process, after 400."""
     set_malloc_threshold("auto")
-    run = PEERS[name](Job(kind, size))
-    run(_FIRST)
-    return run(_FIRST) / _FIRST
+    run = LOOPS[name](Job(kind, batch_size))
+    run(_FIRST_STEPS)
+    return run(_FIRST_STEPS) / _FIRST_STEPS
 
 
-def measure_time(result: Result, *, quick: bool) -> None:
-    for kind, milliseconds, children, at_first, when_warm in _TIMED[: 2 if quick else None]:
-        size = {"tiny": 4, "mlp512": 64}.get(kind, 0)
-        if milliseconds is not None:
-            size = value_in_a_fork(partial(find_batch_size, kind, milliseconds), kind).batch_size
-        name = kind if milliseconds is None else f"{kind}, {milliseconds:g} ms"
-        first, warm = [], []
-        for seed in range(1 if quick else children):
-            run = partial(compared, ("bare", "guarded"), kind, size, 4 if quick else 20, seed)
-            found = value_in_a_fork(run, name)
-            first.append(
-                [
-                    sum(each[loop] for each in found[0]) / len(found[0])
-                    for loop in ("bare", "guarded")
-                ]
-            )
-            warm += [(each["bare"], each["guarded"]) for each in found[1]]
-        result.parameters[name] = {"batch_size": size}
-        for when, samples, most in (
-            ("first 400 steps", first, at_first),
-            ("warm", warm, when_warm),
-        ):
-            if kind == "tiny":
-                added = [1e6 * (mine - plain) for plain, mine in samples]
-                result.add_samples(
-                    f"{name}, {when}: added to a step", "us", added, at_most=most, digits=1
-                )
-            else:
-                ratios = [mine / plain for plain, mine in samples]
-                what = f"{name}, {when}: CPU time of guarded over bare"
-                result.add_samples(what, "ratio", ratios, at_most=most)
-        result.add_samples(f"{name}: bare step", "ms", [1000 * plain for plain, _ in warm])
+def measure_time(result: Result, timed: Timed, *, quick: bool) -> None:
+    """Add what a guarded step of one model costs, at its defaults and by decision."""
+    batch_size = timed.find_batch_size()
+    result.parameters[timed.name] = {"batch_size": batch_size}
+    measure_loops(result, timed, batch_size, {"guarded": "guarded"}, "default", quick=quick)
+    if timed.decisions:
+        described = {decision: f"guarded, fused, decide={decision}" for decision in ("now", "late")}
+        measure_loops(result, timed, batch_size, described, "fused", quick=quick)
+
+
+def measure_loops(
+    result: Result,
+    timed: Timed,
+    batch_size: int,
+    described: dict[str, str],
+    implementation: Implementation,
+    *,
+    quick: bool,
+) -> None:
+    """Add what the steps of some guarded loops cost over those of a bare loop.
+
+    Args:
+        result: What the figures are added to.
+        timed: The model.
+        batch_size: Samples.
+        described: What figures call each loop, by its name in `LOOPS`.
+        implementation: Of AdamW, in all loops.
+        quick: One child with few rounds.
+    """
+    loops = ("bare", *described)
+    first: list[dict[str, float]] = []
+    warm: list[dict[str, float]] = []
+    for seed in range(1 if quick else timed.children):
+        run = partial(
+            compared,
+            loops,
+            timed.kind,
+            batch_size,
+            4 if quick else _WARM_ROUNDS,
+            seed,
+            implementation,
+        )
+        rounds = value_in_a_fork(run, timed.name)
+        first.append(rounds.mean_of_first())
+        warm += rounds.warm
+    for name, text in described.items():
+        add_cost(result, timed, f"first {_FIRST_STEPS} steps", name, text, first, timed.first)
+        add_cost(result, timed, "warm", name, text, warm, timed.warm)
+    bare_step = "bare step" if implementation == "default" else f"bare step, {implementation}"
+    milliseconds = [1000 * seconds["bare"] for seconds in warm]
+    result.add_samples(f"{timed.name}: {bare_step}", "ms", milliseconds)
+
+
+def add_cost(
+    result: Result,
+    timed: Timed,
+    when: str,
+    name: str,
+    text: str,
+    samples: Sequence[dict[str, float]],
+    at_most: float,
+) -> None:
+    """Add what the steps of a loop cost over those of the bare loop.
+
+    Args:
+        result: What the figure is added to.
+        timed: The model.
+        when: Which steps.
+        name: Of the loop, in `samples`.
+        text: What the figure calls the loop.
+        samples: Seconds of a step, by loop.
+        at_most: The target.
+    """
+    if timed.is_tiny:
+        added = [1e6 * (seconds[name] - seconds["bare"]) for seconds in samples]
+        what = f"{timed.name}, {when}: added to a step"
+        if text != "guarded":
+            what += f", {text}"
+        result.add_samples(what, "us", added, at_most=at_most, digits=1)
+        return
+    ratios = [seconds[name] / seconds["bare"] for seconds in samples]
+    what = f"{timed.name}, {when}: CPU time of {text} over bare"
+    result.add_samples(what, "ratio", ratios, at_most=at_most)
 
 
 def measure_alone(result: Result, rounds: int) -> None:
-    chance, ratios = random.Random(0), []
+    """Add what a guarded step costs in a process that has no other loop."""
+    order = random.Random(0)
+    ratios = []
     for _ in range(rounds):
-        names = chance.sample(["bare", "guarded"], 2)
-        found = {name: value_in_a_fork(partial(alone, name, "mlp512", 64), name) for name in names}
-        ratios.append(found["guarded"] / found["bare"])
+        seconds = {
+            name: value_in_a_fork(partial(alone, name, "mlp512", 64), name)
+            for name in order.sample(["bare", "guarded"], 2)
+        }
+        ratios.append(seconds["guarded"] / seconds["bare"])
     result.add_samples(
-        "mlp512, alone: CPU time of guarded over bare", "ratio", ratios, at_most=1.015
+        "mlp512, alone: CPU time of guarded over bare", "ratio", ratios, at_most=_ALONE_AT_MOST
     )
 
 
-def measure_peers(result: Result, children: int, pairs: int) -> None:
-    first: dict[str, list[float]] = {name: [] for name in PEERS if name != "bare"}
-    warm: dict[str, list[float]] = {name: [] for name in PEERS if name != "bare"}
+def measure_peers(result: Result, children: int, rounds_of_a_child: int) -> None:
+    """Add what a step costs under the guard and in each framework."""
+    names = ("bare", "guarded", *FRAMEWORKS)
+    first: list[dict[str, float]] = []
+    warm: list[dict[str, float]] = []
     for seed in range(children):
-        found = value_in_a_fork(partial(compared, tuple(PEERS), "mlp512", 64, pairs, seed), "peers")
-        for name in first:
-            first[name].append(
-                sum(each[name] for each in found[0]) / sum(each["bare"] for each in found[0])
-            )
-            warm[name] += [each[name] / each["bare"] for each in found[1]]
-    for when, samples in (("first 400 steps", first), ("warm", warm)):
-        for name, ratios in samples.items():
-            result.add_samples(
-                f"peers, mlp512, {when}: CPU time of {name} over bare", "ratio", ratios
-            )
+        run = partial(compared, names, "mlp512", 64, rounds_of_a_child, seed)
+        rounds = value_in_a_fork(run, "peers")
+        first.append(rounds.mean_of_first())
+        warm += rounds.warm
+    for when, samples in ((f"first {_FIRST_STEPS} steps", first), ("warm", warm)):
+        for name in names[1:]:
+            ratios = [seconds[name] / seconds["bare"] for seconds in samples]
+            what = f"peers, mlp512, {when}: CPU time of {name} over bare"
+            result.add_samples(what, "ratio", ratios)
 
 
 def peak_of_loop(kind: str, batch_size: int, name: str) -> tuple[int, int]:
@@ -346,7 +269,7 @@ def peak_of_loop(kind: str, batch_size: int, name: str) -> tuple[int, int]:
     set_malloc_threshold("auto")
     before = resident_bytes()
     job = Job(kind, batch_size)
-    run = PEERS[name](job)
+    run = LOOPS[name](job)
     run(2)
     reset_peak()
     run(3)
@@ -354,14 +277,16 @@ def peak_of_loop(kind: str, batch_size: int, name: str) -> tuple[int, int]:
 
 
 def measure_memory(result: Result, kind: str, batch_size: int, repetitions: int) -> None:
-    name, buffers = f"{kind}, batch of {batch_size}", 0
+    """Add what a guarded loop needs beyond the memory of a bare one."""
+    name = f"{kind}, batch of {batch_size}"
+    buffer_bytes = 0
     peaks: dict[str, list[int]] = {"bare": [], "guarded": []}
     for _, loop in itertools.product(range(repetitions), peaks):
-        peak, buffers = value_in_a_fork(partial(peak_of_loop, kind, batch_size, loop), name)
+        peak, buffer_bytes = value_in_a_fork(partial(peak_of_loop, kind, batch_size, loop), name)
         peaks[loop].append(peak)
     extra = [after - before for before, after in zip(peaks["bare"], peaks["guarded"], strict=True)]
-    beyond = [(more - buffers) / peak for more, peak in zip(extra, peaks["bare"], strict=True)]
-    result.parameters[f"{name}: mutable_buffer_bytes"] = buffers
+    beyond = [(more - buffer_bytes) / peak for more, peak in zip(extra, peaks["bare"], strict=True)]
+    result.parameters[f"{name}: mutable_buffer_bytes"] = buffer_bytes
     result.add_samples(
         f"{name}: peak of the bare loop", "MiB", [peak / 2**20 for peak in peaks["bare"]], digits=2
     )
@@ -377,10 +302,10 @@ def main() -> None:
     single_threaded()
     options = read_options("step_overhead", __doc__ or "")
     quick = options.quick
-    result = Result(
-        options=options, parameters={"block": _BLOCK, "first": _FIRST, "warm_after": _WARM_AFTER}
-    )
-    measure_time(result, quick=quick)
+    parameters = {"block": BLOCK_STEPS, "first": _FIRST_STEPS, "warm_after": _WARM_AFTER_STEPS}
+    result = Result(options=options, parameters=parameters)
+    for timed in _TIMED[: 2 if quick else None]:
+        measure_time(result, timed, quick=quick)
     measure_alone(result, 1 if quick else 5)
     measure_peers(result, 1 if quick else 2, 2 if quick else 20)
     for kind, batch_size in _MEMORY_CASES[: 1 if quick else None]:
