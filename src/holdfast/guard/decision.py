@@ -20,7 +20,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -214,7 +214,7 @@ class LateLoss(torch.Tensor):
         """
         if type(loss) is not torch.Tensor:
             return loss.clone()
-        late: Self = torch.Tensor._make_subclass(cls, loss.clone())
+        late: LateLoss = torch.Tensor._make_subclass(cls, loss.clone())
         late._settle = settle
         return late
 
