@@ -53,6 +53,15 @@ def find_device(options: RunOptions) -> torch.device:
     return torch.device(name)
 
 
+def fused_on(device: torch.device) -> bool | None:
+    """Return the argument ``fused`` of an optimizer for parameters on a device.
+
+    With a fused optimizer, a guard reads the result of a step one step later, so a GPU does not
+    wait for it. On the CPU the argument is None, which is torch's default.
+    """
+    return True if device.type == "cuda" else None
+
+
 @contextlib.contextmanager
 def at_the_command_line() -> Iterator[None]:
     """Return a context in which Ctrl-C ends the process with a line and exit code 130, where no
@@ -254,15 +263,20 @@ class Training:
         self.guard = guard
         self.options = options
         self._speaks = speaks
-        self._told = ""
+        self._shown: dict[str, float | str | torch.Tensor] = {}
 
-    def show(self, **values: float | str) -> None:
-        """Show values beside the bar, such as ``loss=0.25``."""
-        shown = (
+    def show(self, **values: float | str | torch.Tensor) -> None:
+        """Show values beside the bar, such as ``loss=0.25``.
+
+        A tensor is read only when the bar is drawn, so that a GPU does not wait in each step.
+        """
+        self._shown = values
+
+    def _text_beside_the_bar(self) -> str:
+        return "  ".join(
             f"{name} {value if isinstance(value, str) else f'{value:.4g}'}"
-            for name, value in values.items()
+            for name, value in self._shown.items()
         )
-        self._told = "  ".join(shown)
 
     def batches(self) -> Iterator[Any]:
         """Yield the guard's batches up to ``max_steps`` of the options.
@@ -307,11 +321,13 @@ class Training:
                 ):
                     continue
                 last += waited
+                # Reading a loss may lower the global step, so the text is made first.
+                text = self._text_beside_the_bar()
                 if console.is_terminal:
-                    bar.update(task, completed=guard.global_step, told=self._told, refresh=True)
+                    bar.update(task, completed=guard.global_step, told=text, refresh=True)
                 else:
                     print(
-                        f"step {guard.global_step} of {most}  {self._told}",
+                        f"step {guard.global_step} of {most}  {text}",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -22,7 +22,14 @@ from recipes.asr.scoring import evaluate, picture
 from recipes.asr.settings import SpeechOptions, learning_rate_factor
 from recipes.asr.speech import Plan, make_corpus
 from recipes.options import insist_on_a_batch, insist_on_installed, read_options
-from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
+from recipes.training import (
+    Training,
+    ending_clearly,
+    find_device,
+    fused_on,
+    making_the_model,
+    open_guard,
+)
 
 _MOST_MELS = 256  # that a picture of a run has room for
 
@@ -137,7 +144,9 @@ def _train(
             blocks=options.blocks,
             dropout=options.dropout,
         ).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.learning_rate, weight_decay=0.01, fused=fused_on(device)
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
     )
@@ -149,7 +158,7 @@ def _train(
     with guard:
         for batch in training.batches():
             result = guard.step(batch, lambda batch: ctc(model, batch))
-            training.show(loss=float(result.loss), **test.shown)
+            training.show(loss=result.loss, **test.shown)
             if (
                 guard.global_step % options.eval_interval_steps == 0
                 or guard.global_step == options.max_steps

@@ -39,6 +39,7 @@ from recipes.training import (
     ending_clearly,
     find_device,
     found,
+    fused_on,
     making_the_model,
     open_guard,
 )
@@ -214,6 +215,7 @@ def make_job(options: ClassifierOptions) -> Job:
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
+        fused=fused_on(device),
     )
     first = 0.1 if options.warmup_steps else 1.0  # else it would stay at a tenth
     warm_up = LinearLR(optimizer, start_factor=first, total_iters=options.warmup_steps)
@@ -264,7 +266,7 @@ def train(job: Job, options: ClassifierOptions, policy: Policy) -> dict[str, Any
             result = guard.step(batch, job.loss)
             if options.fault == "scheduler-every-batch":
                 guard.validated(result.loss)
-            elif not result.skipped and guard.global_step % options.validate_steps == 0:
+            elif guard.global_step % options.validate_steps == 0 and not result.skipped:
                 with guard.evaluate():
                     loss, accuracy = job.test_loss()
                 guard.validated(loss)

@@ -21,7 +21,14 @@ from recipes.asr.settings import learning_rate_factor
 from recipes.gpt.model import GPT, next_token_loss
 from recipes.gpt.text import Characters, TextError, Windows, read_text, split_numbers
 from recipes.options import RunOptions, insist_on_a_batch, read_options
-from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
+from recipes.training import (
+    Training,
+    ending_clearly,
+    find_device,
+    fused_on,
+    making_the_model,
+    open_guard,
+)
 
 _TESTED = 64  # windows of what is held out
 _WRITTEN = 200  # characters, in the end
@@ -183,7 +190,9 @@ def _train(
         {"params": decayed, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused_on(device)
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
     )
@@ -199,8 +208,8 @@ def _train(
     with guard:
         for batch in training.batches():
             result = guard.step(batch, loss)
-            training.show(loss=float(result.loss))
-            if not result.skipped and guard.global_step % options.eval_steps == 0:
+            training.show(loss=result.loss)
+            if guard.global_step % options.eval_steps == 0 and not result.skipped:
                 with guard.evaluate():
                     found = test.loss(gpt, device)
                 guard.validated(found, keep=1)  # on each rank, with the same value

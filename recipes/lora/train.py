@@ -20,7 +20,14 @@ from recipes.gpt.model import next_token_loss
 from recipes.gpt.text import Characters, TextError, Windows, read_text, split_numbers
 from recipes.lora.adapters import adapt, adapter_state
 from recipes.options import RunOptions, insist_on_a_batch, read_options
-from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
+from recipes.training import (
+    Training,
+    ending_clearly,
+    find_device,
+    fused_on,
+    making_the_model,
+    open_guard,
+)
 
 _TESTED = 64  # windows of what is held out
 _MOST_SOURCE = 400_000  # characters of the standard library
@@ -203,7 +210,9 @@ def _trained(
     )
     # No moments for what is frozen
     learnt = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=options.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        learnt, lr=options.learning_rate, weight_decay=0.0, fused=fused_on(device)
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
     )
@@ -219,8 +228,8 @@ def _trained(
     with guard:
         for batch in training.batches():
             result = guard.step(batch, loss)
-            training.show(loss=float(result.loss))
-            if not result.skipped and guard.global_step % options.eval_steps == 0:
+            training.show(loss=result.loss)
+            if guard.global_step % options.eval_steps == 0 and not result.skipped:
                 with guard.evaluate():
                     found = _held_out_loss(model, held_out, device)
                 guard.validated(found, keep=1)

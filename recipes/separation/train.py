@@ -22,7 +22,14 @@ from recipes.separation.mixtures import make_mixtures, read_mixtures, read_speak
 from recipes.separation.model import ConvTasNet
 from recipes.separation.scoring import evaluate, picture, write_example
 from recipes.separation.si_snr import separation_loss
-from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
+from recipes.training import (
+    Training,
+    ending_clearly,
+    find_device,
+    fused_on,
+    making_the_model,
+    open_guard,
+)
 
 _LEARNT = "recordings or mixtures"
 
@@ -188,7 +195,9 @@ def _train(
             blocks=options.blocks,
             repeats=options.repeats,
         ).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=options.learning_rate, fused=fused_on(device)
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
     )
@@ -202,7 +211,7 @@ def _train(
             result = guard.step(
                 batch, lambda batch: separation_loss(model, batch, options.threshold)
             )
-            training.show(loss=float(result.loss), **test.shown)
+            training.show(loss=result.loss, **test.shown)
             if (
                 guard.global_step % options.eval_interval_steps == 0
                 or guard.global_step == options.max_steps

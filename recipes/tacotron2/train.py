@@ -41,7 +41,7 @@ from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.public_weights import read_public_weights
 from recipes.tacotron2.sizes import SIZES, Sizes
 from recipes.tacotron2.text import numbers_of
-from recipes.training import Training, find_device, making_the_model, open_guard
+from recipes.training import Training, find_device, fused_on, making_the_model, open_guard
 
 HERE = Path(__file__).parent
 CLIPS = HERE / "clips"
@@ -175,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         model = make_model(options, trained_on, published).to(device)
     per_step = model.decoder.frames_per_step
     optimizer = torch.optim.Adam(
-        model.parameters(), lr=options.learning_rate, eps=1e-6, weight_decay=1e-6
+        model.parameters(),
+        lr=options.learning_rate,
+        eps=1e-6,
+        weight_decay=1e-6,
+        fused=fused_on(device),
     )
     loader = make_loader(
         trained_on,
@@ -230,7 +234,7 @@ def _train(
         result = guard.step(batch, loss_fn)
         training.show(loss=result.loss)
         last = guard.global_step == options.max_steps
-        if not result.skipped and (last or guard.global_step % options.evaluate_every == 0):
+        if (last or guard.global_step % options.evaluate_every == 0) and not result.skipped:
             evaluation.listen()
         if last:
             figures = run_free()
