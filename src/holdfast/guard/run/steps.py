@@ -21,7 +21,6 @@ from holdfast.guard.result import (
     Outcome,
     PartialOptimizerStep,
     Provenance,
-    StepAttempt,
     StepResult,
 )
 from holdfast.guard.run.recovery import Recovery
