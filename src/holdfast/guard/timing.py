@@ -92,10 +92,10 @@ def additional_state(context: RunContext) -> Reason | None:
 
 
 def averaged_weights(context: RunContext) -> Reason | None:
-    """An average must not be updated before the step is known to count."""
+    """An average counts its updates on the host, which the device cannot undo."""
     if not context.parts.averages:
         return None
-    return Reason(why="an average (averaged=) is updated only with steps that are known to count")
+    return Reason(why="an average (averaged=) counts its updates on the host")
 
 
 def several_devices(context: RunContext) -> Reason | None:
