@@ -24,7 +24,7 @@ from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import RandomState, changed_generators
 from holdfast.memory.tensors import versions_of
 
-# The optimizers whose fused implementation reads ``found_inf`` (torch 2.8 to 2.13). Subclasses may
+# The optimizers whose fused implementation reads ``found_inf`` (torch 2.11 to 2.13). Subclasses may
 # do more in their ``step`` than the fused implementation.
 _OPTIMIZERS_WITH_GATE = (Adam, AdamW, SGD, Adagrad)
 
