@@ -78,7 +78,7 @@ print(
                 [event.kind, event.data.get("promise")] for event in events if event.kind in kinds
             ],
             "side_effects": [
-                event.data["side_effects"] for event in events if event.kind == "promises"
+                event.data["attributes"] for event in events if event.kind == "side_effects"
             ],
             "resumed": space["guard"].resumed_from is not None,
         }

@@ -220,8 +220,8 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
     calls.clear()
     with contextlib.suppress(holdfast.OutOfMemoryError):
         guard.step(torch.randn(8, 3), loss)
-    promises = next(event.data for event in guard.events() if event.kind == "promises")
-    assert promises["side_effects"] == ["loss_fn: carried"]
+    side_effects = next(event.data for event in guard.events() if event.kind == "side_effects")
+    assert side_effects["attributes"] == ["loss_fn: carried"]
     retry = next(event.data for event in guard.events() if event.kind == "retry")
     assert retry["promise"] == "changes training"
     assert "loss_fn: carried" in retry["reason"]

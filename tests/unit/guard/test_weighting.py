@@ -37,15 +37,20 @@ def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def step(
     run_dir: Any, batch: Any, make_loss: Callable[[Model], Any], **policy: Any
 ) -> tuple[torch.Tensor, Any, dict]:
-    """Return the gradient that a first step leaves, its result, and what was promised."""
+    """Return the gradient that a first step leaves, its result, and what a split promises.
+
+    Without a split there is nothing to promise, and the dict is empty.
+    """
     torch.manual_seed(2)
     model = nn.Linear(5, 3).double()
     guard = guarded(run_dir, model, **policy)
     split = policy.pop("split", None)
     with guard:
         result = guard.step(batch, make_loss(model), split=split)
-        (said,) = [event.data for event in guard.events() if event.kind == "promises"]
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), result, said
+        promises = [event.data for event in guard.events() if event.kind == "promises"]
+    assert len(promises) <= 1
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient, result, promises[0] if promises else {}
 
 
 def errors(model: Model, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Decide whether batches may be split for a loss function, and what a split promises.
 
-In the first step, a trial split of four samples shows whether splitting would change training. An
-event records the result. If splitting would change training, there is also a warning, or an error
-if the policy sets the micro-batch size. If the trial cannot be run, batches are not split.
+Before a batch is first split, a trial split of four samples shows whether splitting would change
+training. An event records the result. If splitting would change training, there is also a warning,
+or an error if the policy sets the micro-batch size. If the trial cannot be run, batches are not
+split. A run that never splits a batch makes no trial, unless the policy asks for splitting in
+advance (``micro_batch_size=8``, ``forecast_micro_batch_size=8``).
 
 While batches are being split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... split step, and
 the worst result counts. For example, a mean over tokens looks like a mean over samples as long as
@@ -92,6 +94,9 @@ _FEWEST_STEPS_BETWEEN = 64
 # may be due to rounding that moves a value across a threshold, but a loss that selects samples
 # fails in more than half of the steps.
 _STEPS_IN_DOUBT = 4
+# The step with a loss function in which a forward pass is searched for side effects. The first
+# batch may be special: for example, the loss function may reset a counter at the start of an epoch.
+_STEP_OF_SIDE_EFFECTS = 2
 # The maximum number of steps between two comparisons, in case the clock does not advance.
 _MOST_STEPS_BETWEEN = 2**16
 
@@ -208,6 +213,12 @@ class SplitSafety:
         # Why the first batch without a batch dimension could not be split. None if there was no
         # such batch.
         self._uncuttable: str | None = None
+        # Whether the policy asks for splitting before memory runs out, so that the trial is run as
+        # soon as possible.
+        self._asked_in_advance = (
+            isinstance(policy.micro_batch_size, int)
+            or policy.forecast_micro_batch_size is not None
+        )
         self._reported_no_copy = False
         # Whether a trial in the current step has run in this process rather than in a forked copy.
         self._ran_in_this_process = False
@@ -283,44 +294,46 @@ class SplitSafety:
         history.steps += 1
         history.split_steps += splits_now
         self._ran_in_this_process = False
-        size = work.size
-        can_fork = self._forks()
-        trial_is_due = self._is_trial_due(history, work, part)
         # The batches of a window must be weighted even if none of them is split.
         is_weighted = (
             isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
         )
-        may_ever_split = self._policy.micro_batch_size is not None and size is not None
+        needs_verdict = splits_now or is_weighted
         # Without a fork, the trial runs in this process, so it is postponed until its result is
         # needed.
-        may_try = may_ever_split and size != 1 and (can_fork or splits_now or is_weighted)
-        has_detected_effects = False
+        tries_early = (
+            self._asked_in_advance and not needs_verdict and self._forks(for_trial=True)
+        )
+        may_ever_split = self._policy.micro_batch_size is not None and work.size is not None
+        awaits_trial = may_ever_split and (needs_verdict or tries_early)
+        trial_is_due = awaits_trial and self._is_trial_due(history, work, part)
+        may_try = awaits_trial and work.size != 1
+        has_looked = False
         if trial_is_due and may_try:
-            has_detected_effects = self._try_split(history, work, splits=splits_now or is_weighted)
+            has_looked = self._try_split(history, work, splits=needs_verdict)
         must_compare = (
             may_try and splits_now and self._is_later_check_due(history, due=trial_is_due)
         )
         if part is not None and must_compare:
             self._compare_halves(history, work, part)
-        # The second step is checked as well, since the first batch may be special. For example, the
-        # loss function may reset a counter at the start of an epoch.
-        if history.steps <= 2:
-            self._check_side_effects(history, work, detect=can_fork and not has_detected_effects)
+        if history.steps == _STEP_OF_SIDE_EFFECTS and not has_looked:
+            self._look_for_side_effects(history, work)
+        self._report_side_effects(history)
 
         refused = self._refused(history)
         if splits_now and refused is not None:
             self._stop_splitting(history, *refused)
-        facts = (refused, history.weighting_of_parts(), history.may_change_gradient_later())
-        if history.steps == 1 or (splits_now and facts != history.reported):
-            self._report_promises(history, size, refused)
-        history.reported = facts
+        if splits_now or history.verdict is not None:
+            self._report_promises_if_new(history, work.size, refused)
         was_checked = trial_is_due or must_compare
         if refused is None and splits_now and was_checked and not history.steps_in_doubt:
             history.equal_until_step = self._record.global_step
         has_verdict = history.verdict is not None and history.verdict.outcome != "unknown"
         # If a loss function starts to change state later, this is still detected before a split or
         # a retry.
-        history.settled = has_verdict or not (can_fork or is_weighted) or not may_ever_split
+        history.settled = history.steps >= _STEP_OF_SIDE_EFFECTS and (
+            has_verdict or not awaits_trial
+        )
         return self._ran_in_this_process, refused is None
 
     def _is_trial_due(self, history: _LossHistory, work: Work, part: int | None) -> bool:
@@ -341,30 +354,28 @@ class SplitSafety:
             is_due = is_due or history.tried_empty
         return is_due
 
-    def _check_side_effects(self, history: _LossHistory, work: Work, *, detect: bool) -> None:
-        """Look for side effects of a forward pass, and report them once.
+    def _look_for_side_effects(self, history: _LossHistory, work: Work) -> None:
+        """Look for side effects of a forward pass in a forked copy, unless some are known."""
+        if history.side_effects or not self._forks():
+            return
+        side_effects = self._detect_side_effects(history, work)
+        if side_effects is not None:
+            history.side_effects = side_effects
 
-        Args:
-            history: The history of the loss function.
-            work: The input of the step.
-            detect: Whether to run a trial for side effects if none has been run yet.
-        """
-        if detect and not history.side_effects:
-            side_effects = self._detect_side_effects(history, work)
-            if side_effects is not None:
-                history.side_effects = side_effects
-        if history.side_effects and not history.warned:
-            history.warned = True
-            self._record.emit(
-                run_events.SideEffects(
-                    attributes=history.side_effects,
-                    why=(
-                        "each forward pass changes them, including that of a retry, and no"
-                        " checkpoint contains them. Keep such state in a buffer, or in an object"
-                        " passed as state="
-                    ),
-                )
+    def _report_side_effects(self, history: _LossHistory) -> None:
+        """Report side effects once. They matter for retries and for the next resume."""
+        if not history.side_effects or history.warned:
+            return
+        history.warned = True
+        self._record.emit(
+            run_events.SideEffects(
+                attributes=history.side_effects,
+                why=(
+                    "each forward pass changes them, including that of a retry, and no checkpoint"
+                    " contains them. Keep such state in a buffer, or in an object passed as state="
+                ),
             )
+        )
 
     def _stop_splitting(self, history: _LossHistory, hazard: SplitHazard, why: str) -> None:
         """Report that the batch of this step must not be split, although it was about to be.
@@ -383,6 +394,15 @@ class SplitSafety:
         if isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(hazard, why)
 
+    def _report_promises_if_new(
+        self, history: _LossHistory, size: int | None, refused: tuple[str, str] | None
+    ) -> None:
+        """Record what a split promises, unless this is what was reported last."""
+        facts = (refused, history.weighting_of_parts(), history.may_change_gradient_later())
+        if facts != history.reported:
+            history.reported = facts
+            self._report_promises(history, size, refused)
+
     def _report_promises(
         self, history: _LossHistory, size: int | None, refused: tuple[str, str] | None
     ) -> None:
@@ -393,8 +413,6 @@ class SplitSafety:
         weighting = None
         if obstacle:
             split = f"refused: {obstacle}"
-        elif self._policy.micro_batch_size is None:
-            split = "off"
         elif verdict is None:
             split = "possible, to be tried before the first split"
         else:
@@ -431,11 +449,16 @@ class SplitSafety:
         if work.size > 1:
             self._try_split(history, work)
         refused = self._refused(history)
+        self._report_promises_if_new(history, work.size, refused)
         return Remedies(
             no_split=None if refused is None else refused[1],
             split_promise=self._promise_of_split(history),
             smallest=self.smallest_part(),
         )
+
+    def promise_of_split(self, loss_fn: LossFunction) -> Promise:
+        """Return what a split promises, according to the trials so far."""
+        return self._promise_of_split(self._history_of(loss_fn))
 
     def smallest_part(self) -> int:
         """Return the smallest number of samples that a forward pass can process."""
@@ -499,12 +522,7 @@ class SplitSafety:
         if refused is not None:
             if isinstance(self._policy.micro_batch_size, int):
                 raise self._refusal(*refused)
-            history.reported = (
-                refused,
-                history.weighting_of_parts(),
-                history.may_change_gradient_later(),
-            )
-            self._report_promises(history, work.size, refused)
+            self._report_promises_if_new(history, work.size, refused)
         return refused is None
 
     def _distinguishes_weightings(self, history: _LossHistory, work: Work) -> bool:
@@ -605,14 +623,20 @@ class SplitSafety:
             rule="H207" if hazard == "coupled_loss" else "H206",
         )
 
-    def _forks(self) -> bool:
-        """Return whether trials can run in a forked copy of this process."""
+    def _forks(self, *, for_trial: bool = False) -> bool:
+        """Return whether checks can run in a forked copy of this process.
+
+        Args:
+            for_trial: Whether the copy is for a trial split, so that an event records once if it
+                cannot be made.
+        """
         if not self._may_fork or self.parts.device_type() != "cpu":
             return False
         try:
             return backward_works_in_a_copy()
         except NoAnswer as error:
-            self._report_no_copy(str(error))
+            if for_trial:
+                self._report_no_copy(str(error))
             return False
 
     def _report_no_copy(self, why: str) -> None:
@@ -677,7 +701,7 @@ class SplitSafety:
             BatchError: H209 for a loss function that calls backward or steps an optimizer.
         """
         result = None
-        if self._forks():
+        if self._forks(for_trial=True):
             check = self._split_check(history, work, in_a_copy=True)
             result = in_a_copy(lambda: attempted(lambda: run(check)))
             if result.not_made:
