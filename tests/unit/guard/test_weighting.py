@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from holdfast.guard.splitting import split_safety
+from holdfast.guard.splitting import split_trials
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, find_weightings, shares
 
 Model = nn.Module
@@ -255,7 +255,7 @@ def test_a_loss_with_noise_of_its_own_is_split_as_the_sum_or_the_mean_that_it_is
     Parts of a sum are added, not averaged, also where the trial is made in place.
     """
     if not forks:
-        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+        monkeypatch.setattr(split_trials, "backward_works_in_a_copy", lambda: False)
     found = {}
     for size in (None, 2):
         folder = tmp_path / str(size)
@@ -365,7 +365,7 @@ NOT_SPLIT = {
 def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(tmp_path, monkeypatch, case, forks):
     """Or whose random numbers cannot be given to parts, so that it could not be tried."""
     if not forks:
-        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+        monkeypatch.setattr(split_trials, "backward_works_in_a_copy", lambda: False)
     with pytest.raises(holdfast.BatchError) as refused:
         step(tmp_path, (X, Y, torch.arange(10)), NOT_SPLIT[case], micro_batch_size=2)
     assert refused.value.rule == "H207"

@@ -598,9 +598,9 @@ class Promises(EventData):
     """The guard determined whether batches may be split for a loss function.
 
     This happens before a batch is first split, so a run that never splits a batch has no such
-    event. `split_promise` says how a split step compares with an unsplit step, `weighting` says how the
-    losses of the micro-batches are weighted, and `split_check` contains the details of the check.
-    `side_effects` lists the state that each forward pass changes, or is None if that was not
+    event. `split_promise` says how a split step compares with an unsplit step, `weighting` says how
+    the losses of the micro-batches are weighted, and `split_check` contains the details of the
+    check. `side_effects` lists the state that each forward pass changes, or is None if that was not
     checked.
     """
 

@@ -114,8 +114,8 @@ class Policy:
 
     check_split: kinds.Flag = True
     """Whether to test, on at most 4 samples and before a batch is first split, that splitting
-    leaves the gradient of a loss function unchanged. A loss with in-batch negatives fails this test; its batches are
-    then never split."""
+    leaves the gradient of a loss function unchanged. A loss with in-batch negatives fails this
+    test; its batches are then never split."""
 
     allow_split_with: kinds.Hazards = ()
     """Hazards of splitting to accept, although they change training: ``"batch_norm"`` (statistics
