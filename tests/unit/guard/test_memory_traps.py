@@ -470,6 +470,23 @@ def test_a_split_is_tried_only_when_memory_is_short(tmp_path):
     assert the_event(guard, "split").data["promise"] == "equal up to rounding"
 
 
+def test_a_resumed_run_that_must_not_split_runs_whole_batches(tmp_path):
+    """A checkpoint holds a smaller micro-batch; with micro_batch_size=None it is not used."""
+    model = small_model()
+    with guarded(tmp_path, model, save_interval_steps=1) as guard:
+        loss_fn = square_of(model)
+        guard.step(torch.randn(8, 6), failing_above(4, loss_fn))
+        assert guard.step(torch.randn(8, 6), loss_fn).micro_batch_size == 4
+
+    model = small_model()
+    with guarded(tmp_path, model, micro_batch_size=None) as guard:
+        loss_fn = square_of(model)
+        result = guard.step(torch.randn(8, 6), loss_fn)
+
+    assert guard.resumed_from is not None
+    assert result.micro_batch_size == 8
+
+
 def test_what_could_not_be_found_out_is_not_promised(tmp_path):
     """A loss that cannot be tried on a few samples is not split, unless the caller says that it
     may be.
