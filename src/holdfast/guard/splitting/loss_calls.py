@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from holdfast.core.policy.policy import Policy
@@ -26,11 +27,9 @@ class LossCalls:
         self._parts = parts
         self._policy = policy
         self._buffers = buffers
-        self._parameters = [parameter for _, parameter in parts.named_parameters()]
-
-    def inside(self) -> ReturningALoss:
-        """Return a context in which optimizers refuse to step; see `ReturningALoss`."""
-        return ReturningALoss(self._parts.optimizers.values(), self._parameters)
+        parameters = [parameter for _, parameter in parts.named_parameters()]
+        # Function that returns a context in which optimizers refuse to step; see `ReturningALoss`.
+        self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:

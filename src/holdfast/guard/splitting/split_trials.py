@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 from holdfast.core.events import run_events
 from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
@@ -110,11 +109,15 @@ class SplitTrials:
         """
         if part is not None:
             return Need.NOW
+        is_window = isinstance(work.batch, Window)
+        if not is_window and not self._asked_in_advance:
+            return Need.NOT
         if self._policy.micro_batch_size is None or work.size in (None, 1):
             return Need.NOT
         if history.has_verdict():
             return Need.NOT
-        if is_weighted(work.batch):
+        # The batches of a window must be weighted even if none of them is split.
+        if is_window and len(work.batch) > 1 and not work.batch.added:
             return Need.NOW
         # Without a fork, the trial runs in this process, so it is postponed until its result is
         # needed.
@@ -380,11 +383,6 @@ class SplitTrials:
             earlier_weightings=held,
             has_passed=has_passed,
         )
-
-
-def is_weighted(batch: Any) -> bool:
-    """Return whether a batch is a window whose batches must be weighted, even if none is split."""
-    return isinstance(batch, Window) and len(batch) > 1 and not batch.added
 
 
 def _is_power_of_two(count: int) -> bool:
