@@ -77,9 +77,6 @@ print(
             "events": [
                 [event.kind, event.data.get("promise")] for event in events if event.kind in kinds
             ],
-            "side_effects": [
-                event.data["attributes"] for event in events if event.kind == "side_effects"
-            ],
             "resumed": space["guard"].resumed_from is not None,
         }
     )

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 import holdfast
 from holdfast.guard.splitting.loss_functions import description_of
+from holdfast.guard.splitting.split_safety import SECONDS_BEFORE_SEARCH
 from holdfast.guard.splitting.two_pass import TwoPass
+from holdfast.testing import FakeClock
 
 # --- what it may not do
 
@@ -284,13 +286,16 @@ class Counting(nn.Module):
 def test_what_each_forward_pass_changes_is_named_and_what_it_only_overwrites_is_not(
     tmp_path, caplog
 ):
-    """Counters, lists and carried state are one loud event at the second step.
+    """Counters, lists and carried state are one loud event after a second of training.
 
     Caches and last values are none.
     """
     model = nn.ModuleDict({"a": Counting(), "b": nn.Linear(4, 1)})
-    guard = guarded(tmp_path, model)
+    clock = FakeClock()
+    guard = guarded(tmp_path, model, clock=clock)
     for _ in range(2):
+        assert not events(guard, "side_effects")
+        clock.advance(SECONDS_BEFORE_SEARCH)
         guard.step(torch.randn(8, 4), lambda x: model["b"](model["a"](x)).square().mean())
     said = the_event(guard, "side_effects").data["attributes"]
     assert said == ["a.calls", "a.history", "a.recent", "a.seen", "a.state"]
@@ -335,9 +340,11 @@ def test_what_changes_only_while_gradients_are_on_is_named_and_a_clean_model_say
 ):
     """Dropout, batch normalisation and recurrent layers have no side effect of this kind."""
     model = make()
-    guard = guarded(tmp_path, model)
+    clock = FakeClock()
+    guard = guarded(tmp_path, model, clock=clock)
     for _ in range(2):
         guard.step(torch.randn(8, 4), square_of(model))
+        clock.advance(SECONDS_BEFORE_SEARCH)
     attributes = [event.data["attributes"] for event in events(guard, "side_effects")]
     assert attributes == ([found] if found else [])
 

@@ -65,8 +65,8 @@ class LossHistory:
     verdict: SplitCheckResult | None = None
     # Whether the loss function changes the tensors of its batch. None if this is unknown.
     changes_batch: bool | None = None
-    # The number of steps with this function until nothing was left to find out, how many steps were
-    # split, and how many of the split steps had a batch that distinguishes weightings.
+    # The number of steps in which there was something to find out, how many steps were split, and
+    # how many of the split steps had a batch that distinguishes weightings.
     steps: int = 0
     split_steps: int = 0
     distinguishing_steps: int = 0
@@ -86,6 +86,9 @@ class LossHistory:
     timed_seconds: float = 0.0
     # The names of attributes and variables that a forward pass changes, or None if unknown.
     side_effects: tuple[str, ...] | None = None
+    # The time after which to search for side effects, in seconds on the monotonic clock. None
+    # before the first step, and infinite after the search.
+    search_after: float | None = None
     # Whether these side effects have been reported.
     warned: bool = False
 

@@ -21,6 +21,7 @@ have been right.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,9 +54,11 @@ from holdfast.memory.ladder import Remedies
 from holdfast.memory.tensors import versions_of
 
 LossFunction: TypeAlias = Callable[[Any], Any]
-# The step with a loss function in which a forward pass is searched for side effects. The first
-# batch may be special: for example, the loss function may reset a counter at the start of an epoch.
-_STEP_OF_SIDE_EFFECTS = 2
+# A loss function is searched for side effects when this much time has passed since its first step.
+# The search takes about 10 ms, which is 1 % of this time. Automatic saves begin later, so a state
+# that no checkpoint contains is reported before a checkpoint lacks it. The first batch is not
+# suitable, since it may be special: for example, the loss function may reset a counter.
+SECONDS_BEFORE_SEARCH = 1.0
 
 
 class SplitPermission(NamedTuple):
@@ -178,7 +181,7 @@ class SplitSafety:
             return SplitPermission(tried_in_this_process=False, may_split=False)
         history = self._histories.history_of(work.loss_fn)
         need = self._trials.need(history, work, part)
-        if need is Need.NOT and history.steps >= _STEP_OF_SIDE_EFFECTS:
+        if need is Need.NOT and not self._is_search_due(history):
             return _NOTHING_TO_CHECK
         # In a window, the function's flags may have changed since the first batch.
         history = self._histories.current_history_of(work.loss_fn)
@@ -187,9 +190,11 @@ class SplitSafety:
             history.split_steps += 1
 
         checks = self._trials.run_due(history, work, part, need)
-        if history.steps == _STEP_OF_SIDE_EFFECTS and history.side_effects is None:
-            # If the function starts to change state later, this is still found before a retry.
-            history.side_effects = self._trials.find_side_effects(history, work)
+        if self._is_search_due(history):
+            history.search_after = math.inf
+            if history.side_effects is None:
+                # If the function starts to change state later, this is still found before a retry.
+                history.side_effects = self._trials.find_side_effects(history, work)
         self._report_side_effects(history)
 
         refused = self._refused(history)
@@ -384,6 +389,15 @@ class SplitSafety:
         if names is None and self._trials.can_fork():
             return ("unknown, because a trial was not possible",)
         return names or ()
+
+    def _is_search_due(self, history: LossHistory) -> bool:
+        """Return whether to search for side effects in this step, which happens once."""
+        if history.search_after == math.inf:
+            return False
+        now = self._record.clock.monotonic_seconds()
+        if history.search_after is None:
+            history.search_after = now + SECONDS_BEFORE_SEARCH
+        return now >= history.search_after
 
     def _report_side_effects(self, history: LossHistory) -> None:
         """Report side effects once. They matter for retries and for the next resume."""
