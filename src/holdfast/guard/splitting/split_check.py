@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from holdfast.core.forked import NoAnswer, run_in_forked_copy
 from holdfast.guard.splitting.draws import Draws, NotRepeatableError
 from holdfast.guard.splitting.loss_functions import CalledInsideError, find_side_effects
-from holdfast.guard.splitting.selection import MASK, SelectionFinder
+from holdfast.guard.splitting.selection import MASK, Selection, SelectionFinder
 from holdfast.guard.splitting.split_result import Draw, Outcome, SplitCheckResult, combine
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import (
@@ -346,29 +346,15 @@ class SplitCheck:
         A loss that compares labels couples samples with the same label, and four samples rarely
         share a label. Without this check, the coupling might not be noticed.
         """
-        size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
-        labels = []
-
-        def relabeled(leaf: Any, whole: Any) -> Any:
-            if (
-                not isinstance(leaf, torch.Tensor)
-                or whole.shape != (size,)
-                or leaf.is_floating_point()
-            ):
-                return leaf
-            values, counts = torch.unique(whole, return_counts=True)
-            labels.append(leaf)
-            return torch.full_like(leaf, values[counts.argmin()])
-
         result = None
         self._restore_start(0)
         states = self.states.now()
         # This may fail, because the integers may be lengths or row numbers rather than labels.
         with contextlib.suppress(Exception):
-            relabeled_window = pytree.tree_map(relabeled, window, batch)
-            if labels:
-                result = self._compare(relabeled_window, weightings, "gradients")
+            relabeled = _with_one_label(window, batch, batch_size(batch, self.split))
+            if relabeled is not None:
+                result = self._compare(relabeled, weightings, "gradients")
         # The integers may be row numbers of a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
@@ -780,38 +766,37 @@ class SplitCheck:
 
         A function selects samples if the dimension from which it selects grows with their number.
         """
-        num_samples = batch_size(window, self.split)
-        selections = []
-        for part, _ in [(window, num_samples), self._cut(window)[0]]:
-            finder = SelectionFinder(self.models.values())
-            # The trials have shown that the loss can be called, so only the tracing can fail. In
-            # that case, no selection is detected.
-            terms = None
-            with contextlib.suppress(Exception), finder:
-                terms = self._terms_once(part)
-            if terms is None:
-                return ""
-            # With declared items, each part is weighted by the items that its threshold selects,
-            # which is exact.
-            reaching = finder.reaching(terms.means)
-            selections.append(
-                [
-                    selection
-                    for selection in reaching
-                    if not (terms.declared and selection.function == MASK)
-                ]
-            )
-        whole, part = selections
-        if len(whole) != len(part):
-            # The number of selections differs. If both runs made selections, each sample probably
-            # made its own, which is harmless. If only one run did, samples may be selected.
-            return "" if whole and part else (whole or part)[0].function
-        grown = [
-            first.function
-            for first, second in zip(whole, part, strict=True)
-            if first.size != second.size
+        in_whole = self._selections(window)
+        in_part = self._selections(self._cut(window)[0][0])
+        if in_whole is None or in_part is None:
+            return ""
+        if len(in_whole) == len(in_part):
+            for first, second in zip(in_whole, in_part, strict=True):
+                if first.size != second.size:
+                    return first.function
+            return ""
+        # The number of selections differs. If both runs made selections, each sample probably made
+        # its own, which is harmless. If only one run did, samples may be selected.
+        if in_whole and in_part:
+            return ""
+        return (in_whole or in_part)[0].function
+
+    def _selections(self, window: Any) -> list[Selection] | None:
+        """Return the selections that reach the loss of some samples, or None if this is unknown."""
+        finder = SelectionFinder(self.models.values())
+        # The trials have shown that the loss can be called, so only the tracing can fail.
+        terms = None
+        with contextlib.suppress(Exception), finder:
+            terms = self._terms_once(window)
+        if terms is None:
+            return None
+        # With declared items, each part is weighted by the items that its threshold selects, which
+        # is exact.
+        return [
+            selection
+            for selection in finder.reaching(terms.means)
+            if not (terms.declared and selection.function == MASK)
         ]
-        return next(iter(grown), "")
 
     def _forward_once(self, window: Any) -> float:
         """Run the loss function in training mode and return the loss, or NaN if out of memory."""
@@ -884,6 +869,33 @@ class SplitCheck:
     def _clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _with_one_label(window: Any, batch: Any, size: int) -> Any | None:
+    """Return samples in which each label is the one that is rarest in the batch.
+
+    Args:
+        window: Some samples of the batch.
+        batch: The whole batch.
+        size: The number of samples in the batch.
+
+    Returns:
+        The samples, or None if the batch has no labels, that is, no integer for each sample.
+    """
+    if not any(_are_labels(leaf, size) for leaf in pytree.tree_leaves(batch)):
+        return None
+
+    def relabeled(leaf: Any, whole: Any) -> Any:
+        if not _are_labels(whole, size):
+            return leaf
+        values, counts = torch.unique(whole, return_counts=True)
+        return torch.full_like(leaf, values[counts.argmin()])
+
+    return pytree.tree_map(relabeled, window, batch)
+
+
+def _are_labels(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.shape == (size,) and not leaf.is_floating_point()
 
 
 def _why_apart(result: SplitCheckResult, size: int) -> str:

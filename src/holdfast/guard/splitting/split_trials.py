@@ -109,21 +109,20 @@ class SplitTrials:
         """
         if part is not None:
             return Need.NOW
-        is_window = isinstance(work.batch, Window)
-        if not is_window and not self._asked_in_advance:
-            return Need.NOT
-        if self._policy.micro_batch_size is None or work.size in (None, 1):
-            return Need.NOT
-        if history.has_verdict():
-            return Need.NOT
         # The batches of a window must be weighted even if none of them is split.
-        if is_window and len(work.batch) > 1 and not work.batch.added:
+        is_weighted = (
+            isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        )
+        if not is_weighted and not self._asked_in_advance:
+            return Need.NOT
+        is_off = self._policy.micro_batch_size is None or work.size in (None, 1)
+        if is_off or history.has_verdict():
+            return Need.NOT
+        if is_weighted:
             return Need.NOW
         # Without a fork, the trial runs in this process, so it is postponed until its result is
         # needed.
-        if self._asked_in_advance and self.can_fork(for_trial=True):
-            return Need.IN_ADVANCE
-        return Need.NOT
+        return Need.IN_ADVANCE if self.can_fork(for_trial=True) else Need.NOT
 
     def run_due(self, history: LossHistory, work: Work, part: int | None, need: Need) -> ChecksRun:
         """Run the checks that are due in a step.
