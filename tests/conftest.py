@@ -139,7 +139,7 @@ def unchecked_splits(clean_process: None, monkeypatch: pytest.MonkeyPatch) -> No
     """
     monkeypatch.setenv("HOLDFAST_CHECK_SPLIT", "false")
     monkeypatch.setattr(
-        "holdfast.guard.splitting.split_safety.backward_works_in_a_copy", lambda: False
+        "holdfast.guard.splitting.split_trials.backward_works_in_a_copy", lambda: False
     )
 
 

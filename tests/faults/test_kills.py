@@ -47,6 +47,33 @@ def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, fi
     assert [event[0] for event in end["events"]].count("resumed") == 2
 
 
+def test_a_run_that_decides_its_steps_late_is_killed_at_random_moments(start):
+    """Its checkpoints hold only decided steps, so it ends as one that decides each step at once.
+
+    A sample with NaN makes one step of each epoch refused.
+    """
+    job = {"fused": True, "bad_sample": 21, "save_interval_steps": 3}
+    now = {"policy": {"decide": "now", "diagnose": False}, "run_dir": "now"}
+    late = {"policy": {"decide": "late", "diagnose": False}, "run_dir": "late"}
+    expected = start(**job, **now).end()
+
+    chance = random.Random("late")
+    reached = 0
+    for _ in range(3):
+        run = start(**job, **late, seconds_per_step=0.01)
+        target = min(reached + chance.randrange(3, 9), 26)
+        run.wait_for(lambda line, target=target: line.get("step", 0) >= target)
+        time.sleep(chance.random() * 0.02)
+        run.kill()
+        reached = run.steps()[-1]
+    end = start(**job, **late).end()
+
+    assert end["digest"] == expected["digest"]
+    assert end["end"] == expected["end"] == 28
+    skipped = [event for event in expected["events"] if event[0] == "skip_step"]
+    assert len(skipped) == 4
+
+
 def test_the_black_box_outlives_the_process(start, tmp_path):
     """After SIGKILL every step that the process finished is in the recording, with the one that
     was under way.

@@ -500,7 +500,7 @@ def main(
     os.fsync = lambda _: None  # who is killed leaves what was written all the same
     if kills == "twice":  # what a first step finds out in forks, it finds out in the other lives
         importlib.import_module(
-            "holdfast.guard.splitting.split_safety"
+            "holdfast.guard.splitting.split_trials"
         ).backward_works_in_a_copy = lambda: False
     gc.freeze()  # a collection in a fork would look at all that was imported, and copy its pages
     column = Column(Path(folder), host, (loader, int(batches), int(accumulate), int(every)))

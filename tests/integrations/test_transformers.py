@@ -20,7 +20,7 @@ from tests.integrations.hugging_face import (
 )
 
 from holdfast import NonFiniteError, PolicyError
-from holdfast.guard.splitting import split_safety
+from holdfast.guard.splitting import split_trials
 from holdfast.recorder.reader import read_events
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
@@ -140,7 +140,7 @@ def test_accumulation_is_token_exact_also_where_the_model_ignores_the_items(
     assert logged(plain, "loss")[0] == pytest.approx(2 * logged(large, "loss")[0], rel=0.05)
     for forks in (True, False):
         if not forks:
-            monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+            monkeypatch.setattr(split_trials, "backward_works_in_a_copy", lambda: False)
         exact = trained(
             guarded(), tmp_path / f"exact {forks}", make_pegasus(), gradient_accumulation_steps=2
         )

@@ -79,15 +79,20 @@ class IntervalChooser:
         self.costs: deque[SaveCost] = deque(maxlen=_SAVES)
         # CPU seconds used by the thread that wrote each recent save.
         self._cpu_seconds: deque[float] = deque(maxlen=_SAVES)
+        # The time from the last save to the next one. It changes only with a save, so it is not
+        # computed at every step. None if it has to be computed again.
+        self._interval: float | None = None
 
     def boundary(self, seconds: float) -> None:
         """Record that a step ended at the given time. The first step marks the start of the run."""
         if self._began is None:
             self._began = seconds
+            self._interval = None
 
     def tried(self, seconds: float) -> None:
         """Restart the interval at the given time, when a save began or a checkpoint was loaded."""
         self._last_save = seconds
+        self._interval = None
 
     def first_save_took(self, seconds: float, *, cpu_seconds: float = 0.0) -> None:
         """Record the cost of the save before the first step, for which the training loop waits.
@@ -98,6 +103,7 @@ class IntervalChooser:
         """
         self._first_cost = SaveCost(stall_seconds=seconds, seconds=seconds)
         self._cpu_seconds.append(_MOMENTS * cpu_seconds)
+        self._interval = None
 
     def save_took(self, *, stall_seconds: float, seconds: float, cpu_seconds: float = 0.0) -> None:
         """Record the cost of a save.
@@ -110,6 +116,7 @@ class IntervalChooser:
         """
         self._cpu_seconds.append(cpu_seconds)
         self.costs.append(SaveCost(stall_seconds=stall_seconds, seconds=seconds))
+        self._interval = None
 
     def is_overdue(self, seconds: float, *, auto: bool) -> bool:
         """Return whether a save is due now.
@@ -127,7 +134,11 @@ class IntervalChooser:
         passed = seconds - since
         if self._most_minutes is not None and passed >= 60 * self._most_minutes:
             return True
-        return auto and passed >= self.interval_seconds(since - self._began)
+        if not auto:
+            return False
+        if self._interval is None:
+            self._interval = self.interval_seconds(since - self._began)
+        return passed >= self._interval
 
     def interval_seconds(self, age: float) -> float:
         """Return the time from a save to the next one.

@@ -108,7 +108,9 @@ class Diagnosis:
                 self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and _is_traced(outcome):
             self._origin = reason
-        self._emit(self._observer.end_step(outcome.attempt.facts.loss, names))
+        findings = self._observer.end_step(outcome.attempt.facts.loss, names)
+        if findings:
+            self._emit(findings)
 
     def validated(self, value: float) -> None:
         """Observe a validation loss."""

@@ -322,7 +322,7 @@ class RunRecord:
         # The run has continued, so a later error is recorded even if it equals the last one.
         self._left_by = None
         number = self._box.optimizers[optimizer] if optimizer else 0
-        self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds, number)
+        self._box.step(mark, self._global_step, micro_batch_size or 0, loss, norm, seconds, number)
 
     def events(self) -> list[Event]:
         """Return all events in this rank's recording, oldest first."""

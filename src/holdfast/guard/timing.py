@@ -24,7 +24,7 @@ from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import RandomState, changed_generators
 from holdfast.memory.tensors import versions_of
 
-# The optimizers whose fused implementation reads ``found_inf`` (torch 2.8 to 2.13). Subclasses may
+# The optimizers whose fused implementation reads ``found_inf`` (torch 2.11 to 2.13). Subclasses may
 # do more in their ``step`` than the fused implementation.
 _OPTIMIZERS_WITH_GATE = (Adam, AdamW, SGD, Adagrad)
 
@@ -92,10 +92,10 @@ def additional_state(context: RunContext) -> Reason | None:
 
 
 def averaged_weights(context: RunContext) -> Reason | None:
-    """An average must not be updated before the step is known to count."""
+    """An average counts its updates on the host, which the device cannot undo."""
     if not context.parts.averages:
         return None
-    return Reason(why="an average (averaged=) is updated only with steps that are known to count")
+    return Reason(why="an average (averaged=) counts its updates on the host")
 
 
 def several_devices(context: RunContext) -> Reason | None:

@@ -67,6 +67,8 @@ def take_unkept_loaders() -> list[Any]:
 
     Only loaders that have returned a batch since the last call are included.
     """
+    if not Epoch.under_way:
+        return []
     epochs = list(Epoch.under_way)
     Epoch.under_way.clear()
     return [epoch.loader for epoch in epochs if not epoch.loader.is_kept]

@@ -133,14 +133,24 @@ class MemoryLadder:
             return self._end_trial(batch_size, self._fallback)
         if failures == 1:
             return Retry(reason="freed the memory of the failed attempt", promise="bit-exact")
-        if set(remedies.recompute) > set(self.plan.recompute):
+        if self.can_recompute_more(remedies.recompute):
             return self._recompute_more()
         return self._split_or_stop(batch_size)
+
+    def can_recompute_more(self, modules: tuple[str, ...]) -> bool:
+        """Return whether recomputing these modules is a remedy, which comes before a split.
+
+        Args:
+            modules: The names of the modules to recompute in the next attempt.
+        """
+        return not self.on_trial and set(modules) > set(self.plan.recompute)
 
     def _end_trial(self, batch_size: int, fallback: StepPlan) -> Decision:
         self.plan = fallback
         self._fallback = None
         self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
+        if fallback.samples(batch_size) < batch_size and self._remedies.no_split is not None:
+            return self._refuse_split()
         return self._as_decision("the larger plan on trial does not fit", batch_size)
 
     def _recompute_more(self) -> Decision:
@@ -159,12 +169,15 @@ class MemoryLadder:
                 promise="bit-exact",
             )
         if self._remedies.no_split is not None:
-            reason = f"the batch must not be split: {self._remedies.no_split}"
-            return Stop(reason=reason, promise="bit-exact")
+            return self._refuse_split()
         half = (samples + 1) // 2
         self.plan = replace(self.plan, micro_batch_size=max(self._remedies.smallest, half))
         reason = f"micro-batches of {counted(samples, 'sample')} do not fit"
         return self._as_decision(reason, batch_size)
+
+    def _refuse_split(self) -> Decision:
+        reason = f"the batch must not be split: {self._remedies.no_split}"
+        return Stop(reason=reason, promise="bit-exact")
 
     def adopt(self, plan: StepPlan) -> None:
         """Use a plan that all ranks have agreed on."""

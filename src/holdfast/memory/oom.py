@@ -7,8 +7,8 @@ freed inside the ``except`` block. Leave the block first, then call `clear_excep
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import functools
 import gc
 import re
 import traceback
@@ -89,8 +89,39 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def naming_lack_of_memory(activity: str) -> Iterator[None]:
+class _NamingLackOfMemory:
+    """The context that `naming_lack_of_memory` returns. It has no state, so it can be shared."""
+
+    __slots__ = ("_activity",)
+
+    def __init__(self, activity: str) -> None:
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        line = find_out_of_memory(error)
+        if line is None:
+            return
+        raise OutOfMemoryError(
+            f"memory ran out while {self._activity} ({line})",
+            limit="all checkpoints on disk are intact, so the run can resume from the newest one",
+            fix=(
+                "give the process more memory (check limits such as `ulimit -v`, other processes"
+                " and loader workers), or use a smaller model or batch, and restart."
+            ),
+            rule="H401",
+        ) from error
+
+
+# Every step enters four of these contexts, so they are not created again each time.
+@functools.lru_cache(maxsize=64)
+def naming_lack_of_memory(activity: str) -> _NamingLackOfMemory:
     """Convert an out-of-memory error raised in the ``with`` block to H401, naming the activity.
 
     If such blocks are nested, the innermost one converts the error.
@@ -102,21 +133,7 @@ def naming_lack_of_memory(activity: str) -> Iterator[None]:
     Raises:
         OutOfMemoryError: H401 if memory runs out in the block.
     """
-    try:
-        yield
-    except Exception as error:
-        line = find_out_of_memory(error)
-        if line is None:
-            raise
-        raise OutOfMemoryError(
-            f"memory ran out while {activity} ({line})",
-            limit="all checkpoints on disk are intact, so the run can resume from the newest one",
-            fix=(
-                "give the process more memory (check limits such as `ulimit -v`, other processes"
-                " and loader workers), or use a smaller model or batch, and restart."
-            ),
-            rule="H401",
-        ) from error
+    return _NamingLackOfMemory(activity)
 
 
 def is_sticky(error: BaseException) -> bool:

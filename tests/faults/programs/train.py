@@ -58,6 +58,8 @@ class Augmented(torch.utils.data.Dataset):
             write(waiting=True)
             time.sleep(600)
         base = torch.linspace(0, 1, 8) * (index % 7)
+        if index == request.get("bad_sample"):
+            base = base * float("nan")
         noise = 0.1 * torch.randn(8) + 0.05 * random.random() + 0.05 * float(np.random.rand())
         return base + noise, torch.tensor(index % 7)
 
@@ -89,7 +91,9 @@ def main() -> None:
     model = nn.Sequential(
         nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 7)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # The average is updated by the script, so a run with it decides each step at once.
+    has_average = not request.get("fused", False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=not has_average)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     kind, own = holdfast.DataLoader, {"seed": 4}
@@ -105,7 +109,7 @@ def main() -> None:
         optimizer=optimizer,
         scheduler=scheduler,
         loader=loader,
-        state={"average": average},
+        state={"average": average} if has_average else None,
         save_interval_steps=request.get("save_interval_steps", 5),
         async_save=request.get("async_save", True),
         max_grad_norm=1.0,
@@ -123,7 +127,8 @@ def main() -> None:
 
     for batch in guard.batches(max_epochs=request.get("epochs", 4)):
         guard.step(batch, loss)
-        average.update_parameters(model)
+        if has_average:
+            average.update_parameters(model)
         write(step=guard.global_step)
         if guard.global_step == request.get("evaluate_at"):
             with guard.evaluate():

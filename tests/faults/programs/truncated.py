@@ -77,9 +77,6 @@ print(
             "events": [
                 [event.kind, event.data.get("promise")] for event in events if event.kind in kinds
             ],
-            "side_effects": [
-                event.data["side_effects"] for event in events if event.kind == "promises"
-            ],
             "resumed": space["guard"].resumed_from is not None,
         }
     )

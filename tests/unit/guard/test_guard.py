@@ -467,7 +467,7 @@ def test_results_and_events_can_be_read(tmp_path):
     }
     events = guard.events()
     assert all(isinstance(event, holdfast.Event) for event in events)
-    assert [event.kind for event in events] == ["checkpoint_saved", "promises"]
+    assert [event.kind for event in events] == ["checkpoint_saved"]
     assert events[-1].unix_seconds == 5.0
     assert guard.statistics().steps == 1
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.guard.splitting.split_safety import steps_between_checks
+from holdfast.guard.splitting.loss_history import steps_between_checks
 
 SAMPLES = 32
 MINING_BEGINS = 20

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 import holdfast
 from holdfast.guard.splitting.loss_functions import description_of
+from holdfast.guard.splitting.split_safety import SECONDS_BEFORE_SEARCH
 from holdfast.guard.splitting.two_pass import TwoPass
+from holdfast.testing import FakeClock
 
 # --- what it may not do
 
@@ -285,18 +287,20 @@ class Counting(nn.Module):
 def test_what_each_forward_pass_changes_is_named_and_what_it_only_overwrites_is_not(
     tmp_path, caplog
 ):
-    """Counters, lists and carried state are one loud event at the first step.
+    """Counters, lists and carried state are one loud event after a second of training.
 
     Caches and last values are none.
     """
     model = nn.ModuleDict({"a": Counting(), "b": nn.Linear(4, 1)})
-    guard = guarded(tmp_path, model)
+    clock = FakeClock()
+    guard = guarded(tmp_path, model, clock=clock)
     for _ in range(2):
+        assert not events(guard, "side_effects")
+        clock.advance(SECONDS_BEFORE_SEARCH)
         guard.step(torch.randn(8, 4), lambda x: model["b"](model["a"](x)).square().mean())
     said = the_event(guard, "side_effects").data["attributes"]
     assert said == ["a.calls", "a.history", "a.recent", "a.seen", "a.state"]
     assert "a.calls" in caplog.text
-    assert the_event(guard, "promises").data["side_effects"] == said
     assert (model["a"].calls, len(model["a"].history)) == (2, 2)
 
 
@@ -337,7 +341,20 @@ def test_what_changes_only_while_gradients_are_on_is_named_and_a_clean_model_say
 ):
     """Dropout, batch normalisation and recurrent layers have no side effect of this kind."""
     model = make()
-    guard = guarded(tmp_path, model)
+    clock = FakeClock()
+    guard = guarded(tmp_path, model, clock=clock)
+    for _ in range(2):
+        guard.step(torch.randn(8, 4), square_of(model))
+        clock.advance(SECONDS_BEFORE_SEARCH)
+    attributes = [event.data["attributes"] for event in events(guard, "side_effects")]
+    assert attributes == ([found] if found else [])
+
+
+def test_the_trial_of_a_split_names_side_effects_too(tmp_path):
+    """A split by number is tried before the first step, and its event names what a pass changes."""
+    model = nn.Sequential(Counting(), nn.Linear(4, 1))
+    guard = guarded(tmp_path, model, micro_batch_size=4)
     guard.step(torch.randn(8, 4), square_of(model))
-    assert the_event(guard, "promises").data["side_effects"] == found
-    assert len(events(guard, "side_effects")) == bool(found)
+    attributes = the_event(guard, "side_effects").data["attributes"]
+    assert "0.calls" in attributes
+    assert the_event(guard, "promises").data["side_effects"] == attributes

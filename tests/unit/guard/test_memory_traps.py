@@ -6,6 +6,7 @@ tests/faults.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from pathlib import Path
@@ -301,23 +302,25 @@ def test_the_ladder_tries_the_exact_remedies_first(tmp_path):
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, caplog, allowed):
-    """With BatchNorm in training a split is refused with the name that would allow it, before
-    and at the failure.
+    """With BatchNorm in training a split is refused with the name that would allow it.
+
+    Nothing is said about it while memory suffices.
     """
     model = small_model(nn.BatchNorm1d(8))
     guard = guarded(tmp_path, model, allow_split_with=("batch_norm",) if allowed else ())
     guard.step(torch.randn(8, 6), square_of(model))
-    said, before = events(guard, "split_refused"), tensors_of(model)
+    assert not events(guard, "split_refused", "promises")
+    before = tensors_of(model)
     loss = failing_above(4, square_of(model))
     if allowed:
-        assert not said
+        assert not events(guard, "split_refused")
         assert guard.step(torch.randn(8, 6), loss).micro_batch_size == 4
         assert the_event(guard, "split").data["promise"] == "changes training"
     else:
-        assert said[0].data["allow_split_with"] == "batch_norm"
-        assert not caplog.records  # memory is not short, so there is nothing to do
+        assert not caplog.records
         with pytest.raises(holdfast.OutOfMemoryError, match=r"(?s)BatchNorm1d.*allow_split_with"):
             guard.step(torch.randn(8, 6), loss)
+        assert the_event(guard, "split_refused").data["allow_split_with"] == "batch_norm"
         assert_same(tensors_of(model), before)
 
 
@@ -349,20 +352,21 @@ def in_batch_negatives(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_loss_that_couples_samples_is_found_out_before_memory_is_short(tmp_path, dtype):
-    """In-batch negatives are noticed at the first step.
+def test_a_loss_that_couples_samples_is_found_out_before_it_is_split(tmp_path, dtype):
+    """In-batch negatives are noticed when memory is short for the first time.
 
-    Splitting is refused, or an error if asked for by number.
+    Splitting is refused, or an error in the first step if asked for by number.
     """
     model = nn.Linear(6, 4, dtype=dtype)
     batch = (torch.randn(8, 6, dtype=dtype), torch.randn(8, 6, dtype=dtype))
     guard = guarded(tmp_path / "a", model)
     guard.step(batch, in_batch_negatives(model))
-    assert the_event(guard, "split_refused").data["allow_split_with"] == "coupled_loss"
+    assert not events(guard, "split_refused")
     with pytest.raises(
         holdfast.OutOfMemoryError, match=r"(?s)by \d+\.\d%.*Loss\(mean, items\).*TwoPass"
     ):
         guard.step(batch, failing_above(4, in_batch_negatives(model)))
+    assert the_event(guard, "split_refused").data["allow_split_with"] == "coupled_loss"
     with pytest.raises(holdfast.HoldfastError, match="H207"):
         guarded(tmp_path / "b", model, micro_batch_size=2).step(batch, in_batch_negatives(model))
 
@@ -436,6 +440,53 @@ def test_a_token_mean_that_looked_exact_is_found_out_when_batches_become_ragged(
         )
 
 
+def test_a_split_is_tried_only_when_memory_is_short(tmp_path):
+    """Six steps that fit are never tried in parts; the seventh, which does not fit, is.
+
+    The first parts that the loss function receives are those of the trial, before any that train.
+    """
+    model = small_model()
+    guard = guarded(tmp_path, model)
+    sizes = tmp_path / "sizes"
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        with sizes.open("a") as file:  # copies of this process write to it as well
+            file.write(f"{len(x)} ")
+        return model(x).square().mean()
+
+    def tried() -> bool:
+        return {"3", "1"} <= set(sizes.read_text().split())
+
+    for _ in range(6):
+        guard.step(torch.randn(8, 6), loss_fn)
+    assert not tried()
+    assert not events(guard, "promises")
+
+    result = guard.step(torch.randn(8, 6), failing_above(4, loss_fn))
+
+    assert tried()
+    assert result.micro_batch_size == 4
+    assert kinds_of(guard, "retry", "promises", "split") == ["retry", "promises", "split"]
+    assert the_event(guard, "split").data["promise"] == "equal up to rounding"
+
+
+def test_a_resumed_run_that_must_not_split_runs_whole_batches(tmp_path):
+    """A checkpoint holds a smaller micro-batch; with micro_batch_size=None it is not used."""
+    model = small_model()
+    with guarded(tmp_path, model, save_interval_steps=1) as guard:
+        loss_fn = square_of(model)
+        guard.step(torch.randn(8, 6), failing_above(4, loss_fn))
+        assert guard.step(torch.randn(8, 6), loss_fn).micro_batch_size == 4
+
+    model = small_model()
+    with guarded(tmp_path, model, micro_batch_size=None) as guard:
+        loss_fn = square_of(model)
+        result = guard.step(torch.randn(8, 6), loss_fn)
+
+    assert guard.resumed_from is not None
+    assert result.micro_batch_size == 8
+
+
 def test_what_could_not_be_found_out_is_not_promised(tmp_path):
     """A loss that cannot be tried on a few samples is not split, unless the caller says that it
     may be.
@@ -470,8 +521,9 @@ def test_where_onednn_lacks_memory_the_split_is_tried_without_it(tmp_path, fails
             fails()
         return model(x).square().mean()
 
-    guard.step(torch.randn(8, 6), loss_fn)
+    result = guard.step(torch.randn(8, 6), failing_above(4, loss_fn))
     assert the_event(guard, "promises").data["split"] == "possible"
+    assert result.micro_batch_size == 4
 
 
 def test_a_first_batch_of_nan_proves_nothing(tmp_path):
@@ -529,15 +581,17 @@ def test_where_memory_is_short_for_gradients_the_losses_of_a_few_samples_decide(
     losses alone.
     """
     model = small_model()
+    here = os.getpid()
 
     def loss_fn(batch: torch.Tensor) -> torch.Tensor:
         out = model(batch)
-        if len(batch) <= 4:  # those of the check
+        if os.getpid() != here:
             out = FailsInBackward.apply(out)
         return out.std(correction=0) if coupled else out.square().mean()
 
     guard = guarded(tmp_path, model)
-    guard.step(torch.randn(8, 6), loss_fn)
+    with pytest.raises(holdfast.OutOfMemoryError) if coupled else contextlib.nullcontext():
+        guard.step(torch.randn(8, 6), failing_above(4, loss_fn))
     assert the_event(guard, "promises").data["split_check"]["outcome"] == (
         "coupled" if coupled else "exact"
     )

@@ -19,9 +19,11 @@ from tests.unit.guard.guarded import Short, ask_for_too_much, events, guarded, t
 from torch import nn
 
 import holdfast
+from holdfast.guard.splitting.split_safety import SECONDS_BEFORE_SEARCH
 from holdfast.guard.state import states
 from holdfast.guard.state.states import StateKeeper
 from holdfast.guard.state.trees import same
+from holdfast.testing import FakeClock
 
 
 class Plain:
@@ -205,7 +207,8 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
     """Hidden state in a variable of the loss function cannot be put back, and the retry says so."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = guarded(tmp_path, model, optimizer, micro_batch_size=micro_batch_size)
+    clock = FakeClock()
+    guard = guarded(tmp_path, model, optimizer, micro_batch_size=micro_batch_size, clock=clock)
     carried = {"hidden": torch.zeros(1)}
     calls = [0]
 
@@ -218,10 +221,11 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
 
     guard.step(torch.randn(8, 3), loss)
     calls.clear()
+    clock.advance(SECONDS_BEFORE_SEARCH)
     with contextlib.suppress(holdfast.OutOfMemoryError):
         guard.step(torch.randn(8, 3), loss)
-    promises = next(event.data for event in guard.events() if event.kind == "promises")
-    assert promises["side_effects"] == ["loss_fn: carried"]
+    side_effects = next(event.data for event in guard.events() if event.kind == "side_effects")
+    assert side_effects["attributes"] == ["loss_fn: carried"]
     retry = next(event.data for event in guard.events() if event.kind == "retry")
     assert retry["promise"] == "changes training"
     assert "loss_fn: carried" in retry["reason"]
@@ -231,10 +235,11 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
 def test_hidden_state_of_the_whole_batch_that_the_first_one_resets_is_found_too(tmp_path):
     """It cannot be tried on a few samples, and the first pass of all depends on nothing.
 
-    The second step shows it.
+    A later step shows it.
     """
     model = nn.Linear(3, 1)
-    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    clock = FakeClock()
+    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), clock=clock)
     carried: dict[str, torch.Tensor] = {}
     short = Short()
 
@@ -250,6 +255,7 @@ def test_hidden_state_of_the_whole_batch_that_the_first_one_resets_is_found_too(
     for number in range(3):
         short.times = int(number == 2)
         guard.step((torch.randn(8, 3), torch.full((8,), number == 0)), loss)
+        clock.advance(SECONDS_BEFORE_SEARCH)
     (found,) = [event for event in guard.events() if event.kind == "side_effects"]
     assert (found.global_step, found.data["attributes"]) == (1, ["loss_fn: carried"])
     retry = next(event.data for event in guard.events() if event.kind == "retry")

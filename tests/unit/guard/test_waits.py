@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.guard import decision
 
-# In the first steps, the guard learns which buffers change, and the diagnosis looks at each step.
-# Afterwards it looks at some: about one in fifty.
+# In the first steps, the guard learns which buffers change.
 WARM_STEPS = 40
 STEPS = 160
 
@@ -41,9 +38,7 @@ def waits_of_steps(
     mode = FakeAccelerator()
     register(mode)
     waits = []
-    # A loss of a tensor subclass such as FakeTensor cannot be wrapped.
-    plain_loss = mock.patch.object(decision.LateLoss, "of", lambda loss, _: loss.clone())
-    with mode, plain_loss:
+    with mode:
         with torch.device(DEVICE):
             model = nn.Sequential(
                 nn.Linear(8, 16),
@@ -88,14 +83,22 @@ def waits_of_steps(
 def test_a_warm_step_decided_late_never_waits(
     tmp_path: Path, optimizer: str, arguments: dict[str, Any]
 ) -> None:
-    """With a fused optimizer, steps are decided late by default and read nothing, the diagnosis
-    included.
-    """
+    """With a fused optimizer, steps are decided late by default and read nothing."""
+    policy = {"diagnose": False}
+
     waits = in_own_process(
-        waits_of_steps, tmp_path, optimizer, {"fused": True, **arguments}, {}, False
+        waits_of_steps, tmp_path, optimizer, {"fused": True, **arguments}, policy, False
     )
 
     assert waits == [[]] * (STEPS - WARM_STEPS)
+
+
+def test_only_steps_that_the_diagnosis_samples_wait(tmp_path: Path) -> None:
+    """With the default policy, one warm step in ten is read, and no other step waits."""
+    waits = in_own_process(waits_of_steps, tmp_path, "AdamW", {"fused": True}, {}, False)
+
+    waiting = [step for step, waits_of_step in enumerate(waits) if waits_of_step]
+    assert 0 < len(waiting) <= (STEPS - WARM_STEPS) // 10
 
 
 def test_a_warm_step_decided_now_waits_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from holdfast.guard.splitting import split_safety
+from holdfast.guard.splitting import split_trials
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, find_weightings, shares
 
 Model = nn.Module
@@ -37,15 +37,20 @@ def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def step(
     run_dir: Any, batch: Any, make_loss: Callable[[Model], Any], **policy: Any
 ) -> tuple[torch.Tensor, Any, dict]:
-    """Return the gradient that a first step leaves, its result, and what was promised."""
+    """Return the gradient that a first step leaves, its result, and what a split promises.
+
+    Without a split there is nothing to promise, and the dict is empty.
+    """
     torch.manual_seed(2)
     model = nn.Linear(5, 3).double()
     guard = guarded(run_dir, model, **policy)
     split = policy.pop("split", None)
     with guard:
         result = guard.step(batch, make_loss(model), split=split)
-        (said,) = [event.data for event in guard.events() if event.kind == "promises"]
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), result, said
+        promises = [event.data for event in guard.events() if event.kind == "promises"]
+    assert len(promises) <= 1
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient, result, promises[0] if promises else {}
 
 
 def errors(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +255,7 @@ def test_a_loss_with_noise_of_its_own_is_split_as_the_sum_or_the_mean_that_it_is
     Parts of a sum are added, not averaged, also where the trial is made in place.
     """
     if not forks:
-        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+        monkeypatch.setattr(split_trials, "backward_works_in_a_copy", lambda: False)
     found = {}
     for size in (None, 2):
         folder = tmp_path / str(size)
@@ -360,7 +365,7 @@ NOT_SPLIT = {
 def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(tmp_path, monkeypatch, case, forks):
     """Or whose random numbers cannot be given to parts, so that it could not be tried."""
     if not forks:
-        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+        monkeypatch.setattr(split_trials, "backward_works_in_a_copy", lambda: False)
     with pytest.raises(holdfast.BatchError) as refused:
         step(tmp_path, (X, Y, torch.arange(10)), NOT_SPLIT[case], micro_batch_size=2)
     assert refused.value.rule == "H207"

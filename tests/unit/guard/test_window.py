@@ -177,3 +177,31 @@ def test_gradient_norms_of_several_groups_add_up_as_in_a_bare_loop(tmp_path: Pat
         guard.step(batch, lambda batch: loss(mine, batch))
     for ours, theirs in zip(mine.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_window_after_single_batches_is_tried_before_it_is_weighted(tmp_path: Path) -> None:
+    """Steps over one batch need no weights, so what a mean is over is found out at the first window
+    of several batches, however late it comes.
+    """
+    labels = [torch.tensor([-100, -100, 0, -100]), torch.tensor([0, 1, 2, 1])]
+    inputs = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(5))
+    batches = list(zip(inputs, labels, strict=True))
+    together = (inputs.flatten(0, 1), torch.cat(labels))
+
+    def weights_after(folder: Path, last: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = Guard(folder, model=model, optimizer=optimizer, save_interval_steps=None)
+
+        def loss_fn(batch: Any) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        for batch in [*[batches[0]] * 3, last]:
+            guard.step(batch, loss_fn)
+        return model.weight.detach()
+
+    whole = weights_after(tmp_path / "whole", together)
+    window = weights_after(tmp_path / "window", Window(batches))
+
+    torch.testing.assert_close(window, whole, rtol=1e-6, atol=1e-7)

@@ -130,6 +130,19 @@ def test_a_split_that_is_not_allowed_is_taken_back() -> None:
     assert [type(decision) for decision in decisions] == [Retry, Stop]
 
 
+def test_a_failed_trial_does_not_bring_back_a_split_that_is_not_allowed() -> None:
+    """A resumed run may find out only after a failed trial that its loss couples samples."""
+    ladder = _ladder(grow_after_steps=1)
+    _fail(ladder, 2, Remedies())
+    for attempts in (3, 1):
+        ladder.decide_after_step(batch_size=8, attempts=attempts)
+    assert ladder.on_trial
+
+    (decision,) = _fail(ladder, 1, Remedies(no_split="this loss couples samples"))
+
+    assert isinstance(decision, Stop)
+
+
 def test_a_lower_limit_wins_over_the_saved_plan() -> None:
     """A run that is continued with a smaller micro-batch in its policy keeps to it at once."""
     old = _ladder(grow_after_steps=1)

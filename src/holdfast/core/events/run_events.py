@@ -600,9 +600,10 @@ class StateTaken(Failed):
 class Promises(EventData):
     """The guard determined whether batches may be split for a loss function.
 
-    `split_promise` says how a split step compares with an unsplit step, `weighting` says how the
-    losses of the micro-batches are weighted, and `split_check` contains the details of the check.
-    `side_effects` lists the state that each forward pass changes, or is None if that was not
+    This happens before a batch is first split, so a run that never splits a batch has no such
+    event. `split_promise` says how a split step compares with an unsplit step, `weighting` says how
+    the losses of the micro-batches are weighted, and `split_check` contains the details of the
+    check. `side_effects` lists the state that each forward pass changes, or is None if that was not
     checked.
     """
 
@@ -639,10 +640,13 @@ class SideEffects(WithReason):
 class SplitNotTried(WithReason):
     """This process could not be forked to test whether batches can be split.
 
-    The test is repeated before the first split.
+    The test runs in this process instead, before the first split.
     """
 
-    summary = "splitting could not be tested yet and will be tested before the first split"
+    summary = (
+        "splitting could not be tested in a copy of this process and will be tested in the process"
+        " itself before the first split"
+    )
 
 
 class SplitRefused(WithReason):

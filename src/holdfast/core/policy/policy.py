@@ -113,9 +113,9 @@ class Policy:
     these modules are recomputed from the first step on; `holdfast plan` can choose them."""
 
     check_split: kinds.Flag = True
-    """Whether to test, once per loss function and on at most 4 samples, that splitting a batch
-    leaves its gradient unchanged. A loss with in-batch negatives fails this test; its batches are
-    then never split."""
+    """Whether to test, on at most 4 samples and before a batch is first split, that splitting
+    leaves the gradient of a loss function unchanged. A loss with in-batch negatives fails this
+    test; its batches are then never split."""
 
     allow_split_with: kinds.Hazards = ()
     """Hazards of splitting to accept, although they change training: ``"batch_norm"`` (statistics

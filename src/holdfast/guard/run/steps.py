@@ -21,7 +21,6 @@ from holdfast.guard.result import (
     Outcome,
     PartialOptimizerStep,
     Provenance,
-    StepAttempt,
     StepResult,
 )
 from holdfast.guard.run.recovery import Recovery
@@ -32,7 +31,13 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.timing import DecisionTiming
-from holdfast.loader.random_state import capture, changed_generators, restore, with_generators
+from holdfast.loader.random_state import (
+    RandomState,
+    capture,
+    changed_generators,
+    restore,
+    with_generators,
+)
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import naming_lack_of_memory
 from holdfast.memory.tensors import versions_of
@@ -88,15 +93,17 @@ class Steps:
         if not self._timing.is_late:
             self._note_begin()
             return self._run(call, decides_now=True)
-        before = capture(self._devices)
-        self._timing.generators.note_next_step(before)
         undecided_steps = 0 if self._undecided is None else 1
         decides_now = self._timing.must_decide_now(batch, names, undecided_steps=undecided_steps)
         self._note_begin()
-        if decides_now:
-            self.settle()
-        result = self._run(call, decides_now=decides_now)
-        self._timing.generators.note_step(before, capture(self._devices))
+        if not decides_now:
+            return self._run(call, decides_now=False)
+        generators = self._timing.generators
+        before = capture(self._devices)
+        generators.note_next_step(before)
+        self.settle()
+        result = self._run(call, decides_now=True)
+        generators.note_step(before, capture(self._devices))
         return result
 
     def _note_begin(self) -> None:
@@ -296,6 +303,8 @@ class Steps:
         The result of the step before is read after the backward pass of this one.
         """
         work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
+        generators = self._timing.generators
+        generators.note_next_step(work.random_state)
         settle = partial(self._settle_in_step, work)
         attempt = self.engine.attempt_unread(work, settle)
         try:
@@ -306,16 +315,24 @@ class Steps:
         if not is_valid:
             work.attempts = 0
             attempt = self.engine.attempt_unread(work, settle)
-        judge = partial(self.recovery.judge, call.series)
-        if isinstance(attempt, StepAttempt):
-            return self.engine.finish(work, attempt, judge)
-        if self._timing.must_decide_attempt_now(work, attempt):
-            return self.engine.finish(work, self.engine.read(work, attempt), judge)
-        return self._launch(call, work, attempt)
+        if isinstance(attempt, UnreadAttempt):
+            if not self._timing.must_decide_attempt_now(work, attempt):
+                random_state_after = capture(self._devices)
+                generators.note_step(work.random_state, random_state_after)
+                return self._launch(call, work, attempt, random_state_after)
+            attempt = self.engine.read(work, attempt)
+        outcome = self.engine.finish(work, attempt, partial(self.recovery.judge, call.series))
+        generators.note_step(work.random_state, capture(self._devices))
+        return outcome
 
-    def _launch(self, call: StepCall, work: Work, attempt: UnreadAttempt) -> UndecidedStep:
+    def _launch(
+        self,
+        call: StepCall,
+        work: Work,
+        attempt: UnreadAttempt,
+        random_state_after: RandomState,
+    ) -> UndecidedStep:
         """Commit a step before its result is known."""
-        random_state_after = capture(self._devices)
         loss_scale = self.engine.loss_scale.copies()
         readout = self.engine.launch(work, attempt, self._timing.calm_loss(call.series))
         return UndecidedStep(

@@ -273,8 +273,11 @@ def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
     """Return a name, followed in parentheses by the descriptions of the bound values that count."""
     if depth == 0:
         return name
-    descriptions = [_describe_value(value, depth - 1) for value in bound]
-    descriptions = [description for description in descriptions if description]
+    descriptions = []
+    for value in bound:
+        description = _describe_value(value, depth - 1)
+        if description:
+            descriptions.append(description)
     return f"{name}({', '.join(descriptions)})" if descriptions else name
 
 

@@ -30,8 +30,9 @@ from torch.utils import _pytree as pytree
 
 from holdfast.core.forked import NoAnswer, run_in_forked_copy
 from holdfast.guard.splitting.draws import Draws, NotRepeatableError
-from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
-from holdfast.guard.splitting.selection import MASK, SelectionFinder
+from holdfast.guard.splitting.loss_functions import CalledInsideError, find_side_effects
+from holdfast.guard.splitting.selection import MASK, Selection, SelectionFinder
+from holdfast.guard.splitting.split_result import Draw, Outcome, SplitCheckResult, combine
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import (
     SAMPLES,
@@ -98,128 +99,8 @@ _NOT_REPEATABLE = (
 _HALVES = 0.5
 _QUARTERS = 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
-# The kinds of random numbers that a loss may draw: none, separate numbers for each sample, numbers
-# that all samples share (after a split, each part would draw its own), or numbers that could not be
-# repeated for the parts.
-Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
-# The kinds of random numbers, from best to worst.
-_DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")
-Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
-# When results are merged, the worst outcome wins. Every other outcome wins over "unknown".
-_FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitCheckResult:
-    """The result of a trial split.
-
-    The outcome is one of these:
-
-    - ``"exact"``: splitting keeps the gradient.
-    - ``"random"``: splitting would keep the gradient if the random numbers were the same, or the
-      loss function declares its items.
-    - ``"coupled"``: splitting changes the gradient, or the check could not show that it does not.
-    - ``"trusted"``: there was no comparison, for example because the policy turns it off.
-    - ``"unknown"``: the check failed.
-    """
-
-    outcome: Outcome
-    # The relative L2 difference between the gradients, with the weights used in training.
-    difference: float = float("nan")
-    # Whether the loss function declares what its mean is taken over, or is a `TwoPass`.
-    declared: bool = False
-    # Whether the loss function changes the tensors of its batch in place.
-    changes_batch: bool = False
-    # The name of a buffer, other than running statistics, that a forward pass changes.
-    changed_buffer: str = ""
-    # For "unknown", the reason why the check failed. For "coupled", the reason why the check could
-    # not show that splitting is safe, if that is the case.
-    why: str = ""
-    # The kind of random numbers drawn in training.
-    draws: Draw = "none"
-    # For "unknown", whether the reason is, or may be, a lack of memory.
-    short_of_memory: bool = False
-    # The weightings that reproduce the gradient, most common first, and the weightings that do not.
-    held: tuple[Weighting, ...] = ()
-    failed: tuple[Weighting, ...] = ()
-    # The names of attributes and variables that each forward pass changes.
-    side_effects: tuple[str, ...] = ()
-    # The function with which the loss selects samples, such as "topk". Empty if it does not select.
-    selects: str = ""
-    # The forbidden call that the loss function has made, if any.
-    called: Called | None = None
-    # For "unknown", whether the reason is that the process could not be forked.
-    not_made: bool = False
-
-    def weighting(self) -> Weighting:
-        """Return the most common weighting that reproduces the gradient, or `SAMPLES`."""
-        return self.held[0] if self.held else SAMPLES
-
-    def may_change_gradient_later(self) -> bool:
-        """Return whether splitting may change the gradient later, though it has not so far.
-
-        This is the case for a loss that selects samples, since it may have selected all of them so
-        far. Sums are an exception: in a sum over the samples above a threshold, each part adds its
-        own samples.
-        """
-        is_sum = not self.declared and self.weighting().kind == "sum"
-        return bool(self.selects) and not (is_sum and self.selects == MASK)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields to record in an event, as JSON values."""
-        facts = asdict(self)
-        facts["held"] = [str(weighting) for weighting in self.held]
-        for name in ("failed", "side_effects", "called", "not_made"):
-            del facts[name]
-        return facts
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:
-        """Restore a result that was converted with ``asdict`` and sent as JSON."""
-        restored = dict(values)
-        for name in ("held", "failed"):
-            restored[name] = tuple(
-                Weighting(**{**weighting, "keys": tuple(weighting["keys"])})
-                for weighting in values[name]
-            )
-        restored["side_effects"] = tuple(values["side_effects"])
-        return cls(**restored)
-
-
-def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResult:
-    """Combine the results of several checks. The worst outcome wins.
-
-    A weighting holds if it held in at least one check and failed in none.
-
-    Args:
-        verdicts: The results of the checks.
-        **facts: Fields to set in the combined result.
-    """
-    worst = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
-    failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
-    all_held = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
-    held = tuple(
-        sorted((weighting for weighting in all_held if weighting not in failed), key=Weighting.rank)
-    )
-    combined: dict[str, Any] = {
-        "changes_batch": any(verdict.changes_batch for verdict in verdicts),
-        "draws": max((verdict.draws for verdict in verdicts), key=_DRAWS.index),
-        "changed_buffer": next(
-            (verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""
-        ),
-        "side_effects": tuple(
-            dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)
-        ),
-        "selects": next((verdict.selects for verdict in verdicts if verdict.selects), ""),
-    }
-    if worst.outcome in ("exact", "random") and failed and not held:
-        # Every weighting that held for one batch failed for another.
-        combined |= {"outcome": "coupled", "difference": math.nan}
-    elif worst.outcome == "exact":
-        combined["difference"] = max(
-            verdict.difference for verdict in verdicts if verdict.outcome == "exact"
-        )
-    return replace(worst, held=held, failed=failed, **{**combined, **facts})
+# What is compared: gradients, or only losses if memory is too short for gradients.
+_Quantity: TypeAlias = Literal["gradients", "losses"]
 
 
 class _Difference(NamedTuple):
@@ -229,6 +110,14 @@ class _Difference(NamedTuple):
     of_gradients: float
     # The difference of the losses, relative to the whole loss.
     of_losses: float
+
+
+class _Judgement(NamedTuple):
+    """What a comparison shows; see the fields of `SplitCheckResult`."""
+
+    outcome: Outcome
+    draws: Draw
+    why: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -303,8 +192,11 @@ class SplitCheck:
                 results += self._check_one_label(windows[0], batch, weightings)
             selects = self._find_selection(windows[0])
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
-        return merged(
-            results, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects
+        return replace(
+            combine(results),
+            changed_buffer=changed_buffer,
+            side_effects=side_effects,
+            selects=selects,
         )
 
     def compare_halves(self, part: Any, size: int) -> SplitCheckResult:
@@ -331,7 +223,7 @@ class SplitCheck:
                     break
             selects = self._find_selection(part)
         changed_buffer = next(iter(self.uneven), "")
-        return merged(results, changed_buffer=changed_buffer, selects=selects)
+        return replace(combine(results), changed_buffer=changed_buffer, selects=selects)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -454,29 +346,15 @@ class SplitCheck:
         A loss that compares labels couples samples with the same label, and four samples rarely
         share a label. Without this check, the coupling might not be noticed.
         """
-        size = batch_size(batch, self.split)
         uneven_before = len(self.uneven)
-        labels = []
-
-        def relabeled(leaf: Any, whole: Any) -> Any:
-            if (
-                not isinstance(leaf, torch.Tensor)
-                or whole.shape != (size,)
-                or leaf.is_floating_point()
-            ):
-                return leaf
-            values, counts = torch.unique(whole, return_counts=True)
-            labels.append(leaf)
-            return torch.full_like(leaf, values[counts.argmin()])
-
         result = None
         self._restore_start(0)
         states = self.states.now()
         # This may fail, because the integers may be lengths or row numbers rather than labels.
         with contextlib.suppress(Exception):
-            relabeled_window = pytree.tree_map(relabeled, window, batch)
-            if labels:
-                result = self._compare(relabeled_window, weightings, SplitCheck._difference)
+            relabeled = _with_one_label(window, batch, batch_size(batch, self.split))
+            if relabeled is not None:
+                result = self._compare(relabeled, weightings, "gradients")
         # The integers may be row numbers of a state that the loss function writes to.
         are_rows = not same(states, self.states.now())
         del self.uneven[uneven_before:]
@@ -502,11 +380,14 @@ class SplitCheck:
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> SplitCheckResult:
         """Compare the gradients of 4 samples. If memory is short, use 2, or only their losses."""
         pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
-        gradients, losses = SplitCheck._difference, SplitCheck._difference_of_losses
-        tries = [(window, gradients), (pair, gradients), (pair, losses)]
-        for number, (samples, compare) in enumerate(tries, start=1):
+        tries: list[tuple[Any, _Quantity]] = [
+            (window, "gradients"),
+            (pair, "gradients"),
+            (pair, "losses"),
+        ]
+        for number, (samples, quantity) in enumerate(tries, start=1):
             try:
-                return self._compare(samples, weightings, compare)
+                return self._compare(samples, weightings, quantity)
             except Exception as error:
                 if find_out_of_memory(error) is None or number == len(tries):
                     raise
@@ -517,18 +398,18 @@ class SplitCheck:
         raise AssertionError
 
     def _compare(
-        self, window: Any, weightings: Sequence[Weighting], compare: _Compared
+        self, window: Any, weightings: Sequence[Weighting], quantity: _Quantity
     ) -> SplitCheckResult:
         """Compare some samples with their two parts, for each weighting.
 
         If the random numbers cannot be repeated, this falls back to evaluation mode.
         """
-        result = self._compare_in_this_mode(window, weightings, compare)
+        result = self._compare_in_this_mode(window, weightings, quantity)
         if result.draws != "unknown" or not result.declared:
             return result
         # The loss may draw random numbers only in training mode.
         with _modes(self.models.values(), nn.Module.modules):
-            result = self._compare_in_this_mode(window, weightings, compare)
+            result = self._compare_in_this_mode(window, weightings, quantity)
         if result.outcome in ("exact", "random"):
             return replace(
                 result,
@@ -538,26 +419,26 @@ class SplitCheck:
         return result
 
     def _compare_in_this_mode(
-        self, window: Any, weightings: Sequence[Weighting], compare: _Compared
+        self, window: Any, weightings: Sequence[Weighting], quantity: _Quantity
     ) -> SplitCheckResult:
         """Compare some samples with their two parts, in the current mode of the models."""
         if isinstance(self.loss_fn, TwoPass):
-            return self._compare_with(None, window, weightings, compare)
-        result = self._compare_with_same_draws(window, weightings, compare)
+            return self._compare_with(None, window, weightings, quantity)
+        result = self._compare_with_same_draws(window, weightings, quantity)
         for _ in range(1, _SEEDS):
             # Shared random numbers may decide whether samples are mixed, so repeat the comparison
             # with other numbers.
             if result.outcome == "random" and result.draws == "shared":
                 self._seed += 1
-                other_result = self._compare_with_same_draws(window, weightings, compare)
-                result = merged([result, other_result])
+                other_result = self._compare_with_same_draws(window, weightings, quantity)
+                result = combine([result, other_result])
         return result
 
     def _compare_with_same_draws(
         self,
         window: Any,
         weightings: Sequence[Weighting],
-        compare: _Compared,
+        quantity: _Quantity,
         *,
         in_order: bool = False,
     ) -> SplitCheckResult:
@@ -566,26 +447,30 @@ class SplitCheck:
         Args:
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
-            compare: The comparison: `_difference` or `_difference_of_losses`.
+            quantity: Whether to compare gradients or losses.
             in_order: How random numbers from outside of torch are repeated; see `Draws`. If False
                 does not give a result, the comparison is repeated with True.
         """
         draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
         try:
-            result = self._compare_with(draws, window, weightings, compare)
+            result = self._compare_with(draws, window, weightings, quantity)
         except NotRepeatableError:
             # If the loss function draws numbers for one sample after another, the parts draw the
             # same numbers as the whole set without help.
-            result = self._compare_with(None, window, weightings, compare)
+            result = self._compare_with(None, window, weightings, quantity)
             if result.outcome == "exact":
                 return replace(result, outcome="random", draws="own")
             return result
         if result.draws == "unknown" and draws.outside_torch and not in_order:
-            return self._compare_with_same_draws(window, weightings, compare, in_order=True)
+            return self._compare_with_same_draws(window, weightings, quantity, in_order=True)
         return result
 
     def _compare_with(
-        self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
+        self,
+        draws: Draws | None,
+        window: Any,
+        weightings: Sequence[Weighting],
+        quantity: _Quantity,
     ) -> SplitCheckResult:
         """Compare some samples with their two parts, for each weighting.
 
@@ -593,58 +478,105 @@ class SplitCheck:
             draws: The object that repeats random numbers in the parts. None repeats no numbers.
             window: The samples.
             weightings: The candidates for the weighting, unless items are declared.
-            compare: The comparison: `_difference` or `_difference_of_losses`.
+            quantity: Whether to compare gradients or losses.
         """
         self._draws = draws
         whole = [(window, batch_size(window, self.split))]
         parts = self._cut(window)
-        by_samples = compare(self, whole, parts, SAMPLES, 0)
-        declared, changes = self._loss_facts
+        by_samples = self._difference(quantity, whole, parts, SAMPLES)
+        # The comparison has called the loss function, so these facts are known now.
+        declared, changes_batch = self._loss_facts
         if math.isnan(by_samples.of_gradients):
-            why = "the gradient of the samples is zero or not finite"
             return SplitCheckResult(
-                outcome="unknown", declared=declared, changes_batch=changes, why=why
+                outcome="unknown",
+                declared=declared,
+                changes_batch=changes_batch,
+                why="the gradient of the samples is zero or not finite",
             )
+        differences: dict[Weighting, _Difference] = {}
+        if not declared:
+            differences = self._differences_by_weighting(
+                quantity, whole, parts, weightings, by_samples
+            )
+        held = {
+            weighting: difference
+            for weighting, difference in differences.items()
+            if self._fits(difference)
+        }
+        is_reproduced = self._fits(by_samples) if declared else bool(held)
+        judgement = self._judge(
+            draws, whole, quantity, is_reproduced=is_reproduced, declared=declared
+        )
+        return SplitCheckResult(
+            outcome=judgement.outcome,
+            draws=judgement.draws,
+            why=judgement.why,
+            difference=next(iter(held.values()), by_samples).of_gradients,
+            declared=declared,
+            changes_batch=changes_batch,
+            held=tuple(held),
+            failed=tuple(weighting for weighting in differences if weighting not in held),
+        )
+
+    def _differences_by_weighting(
+        self,
+        quantity: _Quantity,
+        whole: _Parts,
+        parts: _Parts,
+        weightings: Sequence[Weighting],
+        by_samples: _Difference,
+    ) -> dict[Weighting, _Difference]:
+        """Return the difference between the whole set and its parts under each weighting.
+
+        Weightings under which all samples have weight 0 cannot be tried, so they are left out.
+
+        Args:
+            quantity: Whether to compare gradients or losses.
+            whole: The whole set of samples.
+            parts: The parts of the set.
+            weightings: The candidates for the weighting.
+            by_samples: The difference under the weighting `SAMPLES`.
+        """
         # Weightings that give the parts the same weights are compared only once.
-        differences: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
-        held: dict[Weighting, _Difference] = {}
-        failed: list[Weighting] = []
-        for weighting in () if declared else weightings:
+        by_weights = {shares(SAMPLES, parts): by_samples}
+        differences = {}
+        for weighting in weightings:
             weights = shares(weighting, parts)
             if weights is None:
-                # Under this weighting, all samples have weight 0, so it cannot be tried.
                 continue
-            if weights not in differences:
-                differences[weights] = compare(self, whole, parts, weighting, 0)
-            if self._fits(differences[weights]):
-                held[weighting] = differences[weights]
-            else:
-                failed.append(weighting)
+            if weights not in by_weights:
+                by_weights[weights] = self._difference(quantity, whole, parts, weighting)
+            differences[weighting] = by_weights[weights]
+        return differences
 
-        outcome: Outcome = "coupled"
-        if held or (declared and self._fits(by_samples)):
-            outcome = "exact"
-        why = ""
+    def _judge(
+        self,
+        draws: Draws | None,
+        whole: _Parts,
+        quantity: _Quantity,
+        *,
+        is_reproduced: bool,
+        declared: bool,
+    ) -> _Judgement:
+        """Return what a comparison shows about splitting.
+
+        Args:
+            draws: The object that has repeated random numbers in the parts, if any.
+            whole: The whole set of samples.
+            quantity: Whether gradients or losses were compared.
+            is_reproduced: Whether the parts have reproduced the gradient of the whole set.
+            declared: Whether the loss function declares items.
+        """
         drawn = _kind_of(draws)
-        if outcome == "exact" and drawn != "none":
-            outcome = "random"
-        elif outcome == "coupled" and self._is_unrepeatable(draws, whole, compare):
-            drawn = "unknown"
-            if declared:
-                outcome = "random"
-            else:
-                why = _NOT_REPEATABLE
-        difference = next(iter(held.values()), by_samples)
-        return SplitCheckResult(
-            outcome=outcome,
-            difference=difference.of_gradients,
-            declared=declared,
-            changes_batch=changes,
-            why=why,
-            draws=drawn,
-            held=tuple(held),
-            failed=tuple(failed),
-        )
+        if is_reproduced:
+            return _Judgement("exact" if drawn == "none" else "random", drawn)
+        if not self._is_unrepeatable(draws, whole, quantity):
+            return _Judgement("coupled", drawn)
+        # The random numbers differ between the whole set and its parts, so the difference proves
+        # nothing.
+        if declared:
+            return _Judgement("random", "unknown")
+        return _Judgement("coupled", "unknown", _NOT_REPEATABLE)
 
     def _fits(self, difference: _Difference) -> bool:
         """Return whether a difference is small enough to be due to rounding. NaN is not."""
@@ -656,7 +588,7 @@ class SplitCheck:
             return True
         return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
 
-    def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
+    def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, quantity: _Quantity) -> bool:
         """Return whether the whole set gives a different result when it is evaluated again.
 
         If it does, a difference between the whole set and its parts proves nothing.
@@ -664,15 +596,36 @@ class SplitCheck:
         if draws is not None and draws.outside_torch:
             return True
         if isinstance(self.loss_fn, TwoPass) and not self._fits(
-            compare(self, whole, whole, SAMPLES, 0)
+            self._difference(quantity, whole, whole, SAMPLES)
         ):
             raise RuntimeError(
                 "the outputs of a TwoPass draw from a generator of their own, which the two passes"
                 " share"
             )
-        return not self._fits(compare(self, whole, whole, SAMPLES, 1))
+        return not self._fits(self._difference(quantity, whole, whole, SAMPLES, seed=1))
 
     def _difference(
+        self,
+        quantity: _Quantity,
+        whole: _Parts,
+        parts: _Parts,
+        weighting: Weighting,
+        seed: int = 0,
+    ) -> _Difference:
+        """Return how much a set of samples and its parts differ.
+
+        Args:
+            quantity: Whether to compare gradients or losses.
+            whole: The whole set of samples.
+            parts: The parts of the set, or the whole set again.
+            weighting: How to weight the parts, unless items are declared.
+            seed: Selects the random numbers for the parts. With 0, they are those of the whole set.
+        """
+        if quantity == "losses":
+            return self._difference_of_losses(whole, parts, weighting, seed)
+        return self._difference_of_gradients(whole, parts, weighting, seed)
+
+    def _difference_of_gradients(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
     ) -> _Difference:
         """Return the differences in gradient and loss between a set of samples and its parts.
@@ -813,38 +766,37 @@ class SplitCheck:
 
         A function selects samples if the dimension from which it selects grows with their number.
         """
-        num_samples = batch_size(window, self.split)
-        selections = []
-        for part, _ in [(window, num_samples), self._cut(window)[0]]:
-            finder = SelectionFinder(self.models.values())
-            # The trials have shown that the loss can be called, so only the tracing can fail. In
-            # that case, no selection is detected.
-            terms = None
-            with contextlib.suppress(Exception), finder:
-                terms = self._terms_once(part)
-            if terms is None:
-                return ""
-            # With declared items, each part is weighted by the items that its threshold selects,
-            # which is exact.
-            reaching = finder.reaching(terms.means)
-            selections.append(
-                [
-                    selection
-                    for selection in reaching
-                    if not (terms.declared and selection.function == MASK)
-                ]
-            )
-        whole, part = selections
-        if len(whole) != len(part):
-            # The number of selections differs. If both runs made selections, each sample probably
-            # made its own, which is harmless. If only one run did, samples may be selected.
-            return "" if whole and part else (whole or part)[0].function
-        grown = [
-            first.function
-            for first, second in zip(whole, part, strict=True)
-            if first.size != second.size
+        in_whole = self._selections(window)
+        in_part = self._selections(self._cut(window)[0][0])
+        if in_whole is None or in_part is None:
+            return ""
+        if len(in_whole) == len(in_part):
+            for first, second in zip(in_whole, in_part, strict=True):
+                if first.size != second.size:
+                    return first.function
+            return ""
+        # The number of selections differs. If both runs made selections, each sample probably made
+        # its own, which is harmless. If only one run did, samples may be selected.
+        if in_whole and in_part:
+            return ""
+        return (in_whole or in_part)[0].function
+
+    def _selections(self, window: Any) -> list[Selection] | None:
+        """Return the selections that reach the loss of some samples, or None if this is unknown."""
+        finder = SelectionFinder(self.models.values())
+        # The trials have shown that the loss can be called, so only the tracing can fail.
+        terms = None
+        with contextlib.suppress(Exception), finder:
+            terms = self._terms_once(window)
+        if terms is None:
+            return None
+        # With declared items, each part is weighted by the items that its threshold selects, which
+        # is exact.
+        return [
+            selection
+            for selection in finder.reaching(terms.means)
+            if not (terms.declared and selection.function == MASK)
         ]
-        return next(iter(grown), "")
 
     def _forward_once(self, window: Any) -> float:
         """Run the loss function in training mode and return the loss, or NaN if out of memory."""
@@ -919,6 +871,33 @@ class SplitCheck:
             parameter.grad = None
 
 
+def _with_one_label(window: Any, batch: Any, size: int) -> Any | None:
+    """Return samples in which each label is the one that is rarest in the batch.
+
+    Args:
+        window: Some samples of the batch.
+        batch: The whole batch.
+        size: The number of samples in the batch.
+
+    Returns:
+        The samples, or None if the batch has no labels, that is, no integer for each sample.
+    """
+    if not any(_are_labels(leaf, size) for leaf in pytree.tree_leaves(batch)):
+        return None
+
+    def relabeled(leaf: Any, whole: Any) -> Any:
+        if not _are_labels(whole, size):
+            return leaf
+        values, counts = torch.unique(whole, return_counts=True)
+        return torch.full_like(leaf, values[counts.argmin()])
+
+    return pytree.tree_map(relabeled, window, batch)
+
+
+def _are_labels(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.shape == (size,) and not leaf.is_floating_point()
+
+
 def _why_apart(result: SplitCheckResult, size: int) -> str:
     """Return a message about how a micro-batch differs from its parts, or an empty string."""
     if result.outcome != "coupled":
@@ -951,9 +930,6 @@ def _kind_of(draws: Draws | None) -> Draw:
     if draws is None or not draws.drew:
         return "none"
     return "shared" if draws.shared else "own"
-
-
-_Compared: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], _Difference]
 
 
 def _finite_or_inf(difference: float) -> float:

@@ -57,7 +57,9 @@ class CreatedState:
         for name in names:
             optimizer = self._optimizers[name]
             state = optimizer.state
-            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            count = 0
+            for group in optimizer.param_groups:
+                count += len(group["params"])
             if state and len(state) < count:
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
                 missing = [p for p in parameters if p.grad is not None and p not in state]

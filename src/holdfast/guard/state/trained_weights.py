@@ -7,6 +7,7 @@ afterwards. A checkpoint saved in between would contain averaged instead of trai
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +30,24 @@ class TrainedWeights:
         self._parameters = [
             parameter for model in models.values() for parameter in _first_and_last(model)
         ]
+        # Views of a few numbers of each parameter, and the places of the parameters' values in
+        # memory when the views were made.
+        self._views: list[torch.Tensor] = []
+        self._places: list[tuple[Any, Any]] = []
+        # Copies of these numbers.
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
         """Store a few of the weights. This takes microseconds, without synchronization."""
-        self._numbers = [_some_numbers(parameter).clone() for parameter in self._parameters]
+        places = [
+            (parameter.untyped_storage()._cdata, parameter.storage_offset())
+            for parameter in self._parameters
+        ]
+        if places != self._places:
+            # A parameter has new values, for example because it was moved to another device.
+            self._views = [_some_numbers(parameter) for parameter in self._parameters]
+            self._places = places
+        self._numbers = [view.clone() for view in self._views]
 
     def are_in_place(self) -> bool:
         """Return whether the stored weights still have the same values as at the last `remember`.

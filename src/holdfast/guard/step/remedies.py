@@ -177,10 +177,16 @@ class StepRemedies:
             return Remedies(no_split=self._ranks.why_only_retry)
         # On accelerators, kernels may sum in a different order each time.
         exact = self._parts.device_type() == "cpu"
+        promise: Promise = "bit-exact" if exact else "equal up to rounding"
         modules = self._attempts.modules_to_recompute(self._ladder.plan)
+        if self._ladder.can_recompute_more(modules):
+            # The ladder recomputes more modules before it splits, so no split need be tried yet.
+            split_promise = self._safety.promise_of_split(work.loss_fn)
+            return Remedies(
+                recompute=modules, recompute_promise=promise, split_promise=split_promise
+            )
         remedies = self._safety.remedies(work)
         self._attempts.restore(work)
-        promise: Promise = "bit-exact" if exact else "equal up to rounding"
         return replace(remedies, recompute=modules, recompute_promise=promise)
 
     def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:

@@ -1,0 +1,389 @@
+"""`SplitTrials`: run the checks of `split_check` for the loss functions of a run.
+
+On the CPU, checks run in a forked copy of the process, so they have no effect on training. If the
+process cannot be forked, a check runs in the process itself, but only when its result is needed.
+This module also decides in which steps a trial is due. `LossHistory` keeps the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from holdfast.core.events import run_events
+from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.parts import Parts
+from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.loss_calls import LossCalls
+from holdfast.guard.splitting.loss_functions import called_inside
+from holdfast.guard.splitting.loss_history import LossHistory
+from holdfast.guard.splitting.split_check import TELLING, SplitCheck, attempted, in_a_copy
+from holdfast.guard.splitting.split_result import SplitCheckResult
+from holdfast.guard.splitting.weighting import (
+    Weighting,
+    disagreement,
+    find_weightings,
+    with_an_empty_one,
+)
+from holdfast.guard.splitting.window import Window, largest_of
+from holdfast.guard.state.work import Work
+from holdfast.loader.random_state import isolated
+from holdfast.loader.splitting import micro_batches
+
+# A batch is cut into this many pieces to find out whether it distinguishes weightings.
+_PIECES = 8
+# Up to this number, every batch that distinguishes weightings is tried. After that, only the 32nd,
+# the 64th, and so on are tried.
+_ALWAYS = 16
+
+
+class Need(Enum):
+    """Whether a step needs to know what splitting its batch would do."""
+
+    # The step splits its batch, or weights the batches of a window.
+    NOW = auto()
+    # The policy asks for splitting in advance, but this batch is not split.
+    IN_ADVANCE = auto()
+    # Splitting is not used, or its effect is known already.
+    NOT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksRun:
+    """The checks that were run in a step."""
+
+    # Whether there were any.
+    any: bool
+    # Whether one of them ran in this process rather than in a forked copy, so that buffers and
+    # random state must be restored.
+    in_this_process: bool
+
+
+class SplitTrials:
+    """Runs trial splits, comparisons of micro-batches, and searches for side effects.
+
+    Args:
+        parts: The models, optimizers and additional state of the run.
+        policy: The policy of the run.
+        record: The record that receives events.
+        calls: Prepares calls of loss functions.
+        may_fork: Whether checks may run in a forked copy of this process.
+        alone: Function that returns a context in which this rank runs the model without the others.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        policy: Policy,
+        record: RunRecord,
+        calls: LossCalls,
+        *,
+        may_fork: bool,
+        alone: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._parts = parts
+        self._policy = policy
+        self._record = record
+        self._calls = calls
+        self._may_fork = may_fork
+        self._alone = alone
+        # Whether the policy asks for splitting before memory runs out, so that the trial is run as
+        # soon as possible.
+        self._asked_in_advance = (
+            isinstance(policy.micro_batch_size, int) or policy.forecast_micro_batch_size is not None
+        )
+        self._reported_no_copy = False
+
+    # --- when
+
+    def need(self, history: LossHistory, work: Work, part: int | None) -> Need:
+        """Return whether a step needs a trial.
+
+        Args:
+            history: The history of the loss function.
+            work: The input of the step.
+            part: The number of samples in a micro-batch of this step. None if it is not split.
+        """
+        if part is not None:
+            return Need.NOW
+        # The batches of a window must be weighted even if none of them is split.
+        is_weighted = (
+            isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        )
+        if not is_weighted and not self._asked_in_advance:
+            return Need.NOT
+        is_off = self._policy.micro_batch_size is None or work.size in (None, 1)
+        if is_off or history.has_verdict():
+            return Need.NOT
+        if is_weighted:
+            return Need.NOW
+        # Without a fork, the trial runs in this process, so it is postponed until its result is
+        # needed.
+        return Need.IN_ADVANCE if self.can_fork(for_trial=True) else Need.NOT
+
+    def run_due(self, history: LossHistory, work: Work, part: int | None, need: Need) -> ChecksRun:
+        """Run the checks that are due in a step.
+
+        Args:
+            history: The history of the loss function, which receives the results.
+            work: The input of the step.
+            part: The number of samples in a micro-batch of this step. None if it is not split.
+            need: The result of `need` for this step.
+        """
+        if need is Need.NOT:
+            return ChecksRun(any=False, in_this_process=False)
+        trial_is_due = self._is_trial_due(history, work, part, need)
+        ran_here = False
+        if trial_is_due:
+            ran_here = self.try_split(history, work, needed_now=need is Need.NOW)
+        must_compare = part is not None and self._is_comparison_due(history, has_tried=trial_is_due)
+        if part is not None and must_compare:
+            ran_here |= self._compare_halves(history, work, part)
+        return ChecksRun(any=trial_is_due or must_compare, in_this_process=ran_here)
+
+    def _is_trial_due(self, history: LossHistory, work: Work, part: int | None, need: Need) -> bool:
+        """Return whether a trial with four samples is due in this step."""
+        is_first = need is Need.NOW and history.verdict is None
+        if part is None:
+            return is_first or _is_power_of_two(history.steps)
+        is_due = is_first or _is_power_of_two(history.split_steps)
+        if not is_due and self._distinguishes_weightings(history, work):
+            history.distinguishing_steps += 1
+            count = history.distinguishing_steps
+            is_due = count <= _ALWAYS or _is_power_of_two(count)
+        if not history.tried_empty and self._has_empty_part(history, work, part):
+            # The first part without items in a run must be included in a trial.
+            history.tried_empty = True
+            is_due = True
+        return is_due
+
+    def _distinguishes_weightings(self, history: LossHistory, work: Work) -> bool:
+        """Return whether this batch distinguishes weightings that were equal in all trials so far.
+
+        To find out, entries in the batch's integer tensors and masks are counted. If items are
+        declared, the result is False.
+        """
+        verdict = history.verdict
+        size = work.size
+        if verdict is None or not verdict.keeps_gradient() or verdict.declared:
+            return False
+        if size is None or size < 2:
+            return False
+        batch = largest_of(work.batch, work.split)
+        candidates = dict.fromkeys([*verdict.held, *find_weightings(batch, size)])
+        remaining = [weighting for weighting in candidates if weighting not in verdict.failed]
+        if len(remaining) < 2 or callable(work.split):
+            return False
+        # Round the size of a piece up, so that there are at most `_PIECES` pieces.
+        pieces = micro_batches(batch, size, -(-size // _PIECES), work.split)
+        return disagreement(remaining, pieces) > TELLING
+
+    def _has_empty_part(self, history: LossHistory, work: Work, part: int) -> bool:
+        """Return whether a micro-batch of this step has no items."""
+        if work.size is None or callable(work.split):
+            return False
+        batch = largest_of(work.batch, work.split)
+        parts = micro_batches(batch, work.size, part, work.split)
+        return bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
+
+    def _is_comparison_due(self, history: LossHistory, *, has_tried: bool) -> bool:
+        """Return whether a micro-batch must be compared with its halves.
+
+        This is never due in the first split step, since a micro-batch of this size may not fit in
+        memory.
+
+        Args:
+            history: The history of the loss function.
+            has_tried: Whether a trial with four samples was due in this step.
+        """
+        verdict = history.verdict
+        if not self._policy.check_split or history.split_steps < 2 or verdict is None:
+            return False
+        if not verdict.keeps_gradient():
+            # With any other outcome, a split makes no promise that could turn out to be wrong.
+            return False
+        if has_tried or history.steps_in_doubt > 0:
+            return True
+        return history.split_steps % history.steps_between_checks == 0
+
+    # --- what
+
+    def try_split(
+        self,
+        history: LossHistory,
+        work: Work,
+        *,
+        empty: int | None = None,
+        needed_now: bool = True,
+    ) -> bool:
+        """Run a trial split with the batch of a step, and add the result to the history.
+
+        Args:
+            history: The history of the loss function.
+            work: The input of the step.
+            empty: The position of a sample to try as a part without items. None for no such part.
+            needed_now: Whether the result is needed in this step. If not, the trial runs only in a
+                forked copy.
+
+        Returns:
+            Whether the trial has run in this process, so that buffers and random state must be
+            restored.
+        """
+        if not self._policy.check_split:
+            history.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
+            return False
+        assert work.size is not None
+        size = work.size
+        batch = largest_of(work.batch, work.split)
+        if isinstance(work.batch, Window):
+            empty = None
+        result, ran_here = self._run(
+            history, work, lambda check: check.run(batch, size, empty), needed_now=needed_now
+        )
+        if result.not_made:
+            # There is no result yet, so the first split runs the trial again.
+            return ran_here
+        history.add_trial(result)
+        if result.outcome != "unknown" and not ran_here:
+            history.add_side_effects(result.side_effects)
+        return ran_here
+
+    def _compare_halves(self, history: LossHistory, work: Work, part: int) -> bool:
+        """Compare a micro-batch of this step with its two halves.
+
+        Returns:
+            Whether the comparison has run in this process, as `try_split`.
+        """
+        assert work.size is not None
+        batch = largest_of(work.batch, work.split)
+        clock = self._record.clock
+        # A micro-batch of one sample has no halves. Take a different micro-batch each time.
+        parts = micro_batches(batch, work.size, max(2, part), work.split)
+        candidates = [(piece, samples) for piece, samples in parts if samples > 1]
+        piece, samples = candidates[history.later_checks % len(candidates)]
+        history.later_checks += 1
+
+        started = clock.monotonic_seconds()
+        comparison, ran_here = self._run(
+            history, work, lambda check: check.compare_halves(piece, samples), needed_now=False
+        )
+        history.add_comparison(comparison)
+        history.schedule_next_comparison(clock.monotonic_seconds() - started)
+        return ran_here
+
+    def find_side_effects(
+        self, history: LossHistory, work: Work, *, logs_too: bool = False
+    ) -> tuple[str, ...] | None:
+        """Return the names of state that a forward pass changes, or None if this is unknown.
+
+        Without a forked copy, it stays unknown.
+
+        Args:
+            history: The history of the loss function.
+            work: The input of the step.
+            logs_too: Whether to include changes that do not affect the next loss.
+        """
+        if not self.can_fork():
+            return None
+        check = self._split_check(history, work, in_a_copy=True)
+        size = work.size
+        batch = work.batch if size is None else largest_of(work.batch, work.split)
+        result = in_a_copy(
+            lambda: attempted(lambda: check.detect_side_effects(batch, size, logs_too=logs_too))
+        )
+        if result.outcome == "unknown" and size is not None:
+            # A trial with few samples may fail, for example if a state has one row per sample.
+            result = in_a_copy(
+                lambda: attempted(lambda: check.detect_side_effects(batch, None, logs_too=logs_too))
+            )
+        if result.called:
+            raise called_inside(result.called)
+        return None if result.outcome == "unknown" else result.side_effects
+
+    # --- where
+
+    def _run(
+        self,
+        history: LossHistory,
+        work: Work,
+        run: Callable[[SplitCheck], SplitCheckResult],
+        *,
+        needed_now: bool,
+    ) -> tuple[SplitCheckResult, bool]:
+        """Run a check in a forked copy of this process or, if that is impossible, in this process.
+
+        If this process can be forked in general, but not this time, for example because memory is
+        short, the check runs in this process only if `needed_now` is True.
+
+        Returns:
+            The result, and whether the check has run in this process.
+
+        Raises:
+            BatchError: H209 for a loss function that calls backward or steps an optimizer.
+        """
+        result = None
+        if self.can_fork(for_trial=True):
+            check = self._split_check(history, work, in_a_copy=True)
+            result = in_a_copy(lambda: attempted(lambda: run(check)))
+            if result.not_made:
+                self._report_no_copy(result.why)
+        runs_here = result is None or (result.not_made and needed_now)
+        if runs_here:
+            check = self._split_check(history, work, in_a_copy=False)
+            # The caller restores the buffers and the random state of accelerators.
+            with isolated(), self._alone():
+                result = attempted(lambda: run(check))
+        assert result is not None
+        if result.called:
+            raise called_inside(result.called)
+        return result, runs_here
+
+    def can_fork(self, *, for_trial: bool = False) -> bool:
+        """Return whether checks can run in a forked copy of this process.
+
+        Args:
+            for_trial: Whether the copy is for a trial split, so that an event records once if it
+                cannot be made.
+        """
+        if not self._may_fork or self._parts.device_type() != "cpu":
+            return False
+        try:
+            return backward_works_in_a_copy()
+        except NoAnswer as error:
+            if for_trial:
+                self._report_no_copy(str(error))
+            return False
+
+    def _report_no_copy(self, why: str) -> None:
+        """Record once that this process could not be forked for a trial."""
+        if not self._reported_no_copy:
+            self._reported_no_copy = True
+            self._record.emit(run_events.SplitNotTried(why=why))
+
+    def _split_check(self, history: LossHistory, work: Work, *, in_a_copy: bool) -> SplitCheck:
+        """Return a new `SplitCheck` for the loss function of a step."""
+        held: tuple[Weighting, ...] = ()
+        has_passed = False
+        if history.verdict is not None:
+            held = history.verdict.held
+            has_passed = history.verdict.keeps_gradient()
+        return SplitCheck(
+            loss_fn=work.loss_fn,
+            split=work.split,
+            models=self._parts.models,
+            states=self._calls.keeper().states,
+            parameters=work.parameters,
+            calling=self._calls.calling,
+            rounds_to_half=self._policy.precision != "fp32",
+            in_a_copy=in_a_copy,
+            earlier_weightings=held,
+            has_passed=has_passed,
+        )
+
+
+def _is_power_of_two(count: int) -> bool:
+    # A power of two has a single 1 bit, which the subtraction clears.
+    return count > 0 and count & (count - 1) == 0
