@@ -1,5 +1,5 @@
-"""The programs of `docs/guide/guard.md` print what the page says, and its table about
-`torch.compile` is true.
+"""The programs of `docs/guide/guard.md` and `docs/guide/decide.md` print what the pages say, and the
+table about `torch.compile` is true.
 """
 
 from __future__ import annotations
@@ -65,17 +65,22 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("name", "printed"),
-    [("accumulate.py", "update 32 of 40 samples"), ("compiled.py", "30 steps")],
+    ("page", "name", "printed"),
+    [
+        ("guard.md", "accumulate.py", ["update 32 of 40 samples"]),
+        ("guard.md", "compiled.py", ["30 steps"]),
+        ("decide.md", "late.py", ["skipped: True, step 11, then 10", "19 steps"]),
+    ],
 )
-def test_a_program_of_the_page_prints_what_it_says(name: str, printed: str, tmp_path: Path) -> None:
+def test_a_program_of_the_page_prints_what_it_says(
+    page: str, name: str, printed: list[str], tmp_path: Path
+) -> None:
     """It runs as it stands, the compiled one with torch's own backend."""
-    (program,) = (
-        block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == name
-    )
+    (program,) = (block.text for block in blocks(DOCS / "guide" / page) if block.title == name)
     (tmp_path / name).write_text(program)
     ended = run_prepared([tmp_path / name], cwd=tmp_path, timeout=240)
-    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, [printed]), ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-len(printed) :] == printed
 
 
 @pytest.mark.parametrize(

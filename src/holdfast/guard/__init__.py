@@ -15,6 +15,7 @@ context       `RunContext`: the objects that the engine, the session and their p
 run           one run: the loop over batches, its steps, recovery from NaN and spikes, resuming
 step          one step: attempts, passes and replays; ``result`` defines their results, and
               ``precision`` the autocast context of the forward pass
+decision      decides a step one step late; ``timing`` states which steps
 splitting     whether a batch may be split, and how its parts are weighted
 evaluation    runs a function on every batch of a loader, for `Guard.evaluate_batches`
 cursor        the position in the data; ``loader_positions`` returns to it after a resume, and
