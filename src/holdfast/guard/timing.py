@@ -412,9 +412,12 @@ class DecisionTiming:
             return False
         if reason.why and reason.why not in self._recorded:
             self._recorded.add(reason.why)
-            kind = run_events.OptimizerNotFused if reason.fix else run_events.DecidedNow
-            fix = {"fix": reason.fix} if reason.fix else {}
-            self._context.record.emit(kind(why=reason.why, **fix))
+            event: run_events.DecidedNow
+            if reason.fix:
+                event = run_events.OptimizerNotFused(why=reason.why, fix=reason.fix)
+            else:
+                event = run_events.DecidedNow(why=reason.why)
+            self._context.record.emit(event)
         return True
 
 
