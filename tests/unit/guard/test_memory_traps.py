@@ -487,6 +487,24 @@ def test_a_resumed_run_that_must_not_split_runs_whole_batches(tmp_path):
     assert result.micro_batch_size == 8
 
 
+def test_a_split_is_not_tried_where_recomputing_is_enough(tmp_path):
+    """Recomputing comes before a split, so a step that it saves says nothing about splits."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)), nn.Linear(6, 1)
+    )
+    guard, short = guarded(tmp_path, model), Short()
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        value = model(x).square().mean()
+        short()
+        return value
+
+    for short.times in (0, 2):
+        guard.step(torch.randn(4096, 6), loss_fn)
+
+    assert kinds_of(guard, "retry", "recompute", "promises") == ["retry", "recompute"]
+
+
 def test_what_could_not_be_found_out_is_not_promised(tmp_path):
     """A loss that cannot be tried on a few samples is not split, unless the caller says that it
     may be.
