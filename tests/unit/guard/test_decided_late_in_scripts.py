@@ -1,0 +1,71 @@
+"""Scripts of all kinds end in the same state whether steps are decided late or now.
+
+Each test is a script as people write it, with a bad batch where the late decision may go wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.guard.guarded import assert_same, kinds_of
+from tests.unit.guard.test_decided_late import (
+    Batch,
+    Training,
+    assert_same_in_both_modes,
+    assert_undecided,
+    batches,
+    numbered,
+    poisoned,
+)
+from torch import nn
+
+import holdfast
+from holdfast.checkpoint.background import wait_for_jobs
+from holdfast.guard.decision import UnreadAttempt, refusal
+from holdfast.guard.result import PassResult
+from holdfast.numerics.gradients import Measurement
+
+
+class SignallingLoader:
+    """A loader during whose tenth batch the process receives a stop signal."""
+
+    def __init__(self, data: list[Batch]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self._data):
+            if number == 10:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield batch
+
+
+@pytest.mark.parametrize("bad", [(), (9,)], ids=["good", "bad"])
+def test_a_signal_during_a_fetch_saves_the_undecided_step(
+    tmp_path: Path, bad: tuple[int, ...]
+) -> None:
+    """A step that is undecided when the loop stops is decided, so that the last save succeeds."""
+    training = Training()
+    settings = {"save_interval_steps": 100, "stop_signals": ("SIGUSR1",)}
+    guard = training.guard(
+        tmp_path, "late", loader=SignallingLoader(batches(20, bad)), **settings
+    )
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, training.loss)
+    weights = training.state()
+
+    resumed = Training()
+    guard = resumed.guard(tmp_path, "late", loader=batches(20, bad), **settings)
+
+    assert guard.global_step == 10 - len(bad)
+    assert_same(resumed.state(), weights)
