@@ -69,3 +69,24 @@ def test_a_signal_during_a_fetch_saves_the_undecided_step(
 
     assert guard.global_step == 10 - len(bad)
     assert_same(resumed.state(), weights)
+
+
+def test_a_refused_save_returns_to_the_same_step(tmp_path: Path) -> None:
+    """A rollback between two steps first decides the step that it undoes."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(
+            run_dir, decide, loader=batches(30), save_interval_steps=5
+        )
+        for number, batch in enumerate(guard.batches(max_epochs=1)):
+            guard.step(batch, training.loss)
+            if number == 9:
+                # The save after this step is refused because of this weight.
+                with torch.no_grad():
+                    training.model[0].weight[0, 0] = float("nan")
+            # The next boundary finds the result of the save.
+            wait_for_jobs(run_dir)
+        return guard, [*training.state(), torch.tensor(guard.global_step)]
+
+    assert "rolled_back" in assert_same_in_both_modes(tmp_path, train)

@@ -464,7 +464,10 @@ class Loop:
         self._session.saving.at_boundary()
         # A save that was started some steps ago may have been refused since then.
         refused = self._saves.take_refusal()
-        if refused is None:
+        if refused is not None:
+            # The run is about to return to an earlier state, which does not include this step.
+            self._steps.settle()
+        else:
             self._session.keep_snapshot()
             if not self._saves.is_due():
                 return
