@@ -90,3 +90,25 @@ def test_a_refused_save_returns_to_the_same_step(tmp_path: Path) -> None:
         return guard, [*training.state(), torch.tensor(guard.global_step)]
 
     assert "rolled_back" in assert_same_in_both_modes(tmp_path, train)
+
+
+def test_noise_of_the_loss_function_is_the_same(tmp_path: Path) -> None:
+    """The next attempt also draws, and is undone before the refused step is rewound."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        np.random.seed(7)
+        guard = training.guard(run_dir, decide)
+
+        def loss_fn(batch: Batch) -> torch.Tensor:
+            inputs, labels = batch
+            return training.loss((inputs * np.random.beta(1, 1) + random.random(), labels))
+
+        results = [guard.step(batch, loss_fn) for batch in batches(14, bad=[5, 9])]
+        if decide == "late":
+            assert_undecided(results, at_least=12)
+        guard.close()
+        draws = torch.tensor([np.random.random(), random.random()])
+        return guard, [*training.state(), draws]
+
+    assert "not_restored" not in assert_same_in_both_modes(tmp_path, train)
