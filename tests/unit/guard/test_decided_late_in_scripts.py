@@ -112,3 +112,33 @@ def test_noise_of_the_loss_function_is_the_same(tmp_path: Path) -> None:
         return guard, [*training.state(), draws]
 
     assert "not_restored" not in assert_same_in_both_modes(tmp_path, train)
+
+
+def measured_loss(loss: torch.Tensor) -> UnreadAttempt:
+    """Return an attempt with this loss and gradients with a norm of 1."""
+    one = torch.ones(())
+    return UnreadAttempt(
+        passed=PassResult(loss, 8),
+        groups=[],
+        measurement=Measurement(
+            norms=one.reshape(1),
+            total=one,
+            loss=loss,
+            group_norms=[],
+            items=None,
+            group_names=["optimizer.0"],
+        ),
+        micro_batch_size=8,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gate_refuses_every_loss_above_the_limit(dtype: torch.dtype) -> None:
+    """The limit is not rounded up to the precision of the loss, which the host would then refuse."""
+    loss = torch.tensor(1.0, dtype=dtype)
+    above = torch.nextafter(loss, torch.tensor(2.0, dtype=dtype))
+
+    # This limit is between two neighboring losses, and would be rounded to the larger one.
+    assert refusal(measured_loss(above), 0.25 * loss.item() + 0.75 * above.item())
+    assert not refusal(measured_loss(loss), 1.01)
+    assert refusal(measured_loss(loss), float("-inf"))
