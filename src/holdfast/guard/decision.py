@@ -32,6 +32,9 @@ from holdfast.numerics.gradients import GradientFacts, Group, Measurement
 # same step on an accelerator count as equal if they differ by less than this fraction. For
 # comparison, bf16 has a precision of 0.004.
 _RELATIVE_TOLERANCE = 1e-3
+# The limit for the loss is lowered by this fraction before it is compared, because the comparison
+# rounds it to fp32. The precision of fp32 is 6e-8.
+_LIMIT_MARGIN = 1e-6
 _NOT_SET = object()
 
 
@@ -70,7 +73,10 @@ def refusal(attempt: UnreadAttempt, calm_loss: float) -> torch.Tensor:
     total = measurement.total + loss
     refused = (total - total) != 0
     if calm_loss < math.inf:
-        refused = refused | (loss > calm_loss)
+        # A comparison with a number rounds the number to the dtype of the tensor, which would raise
+        # the limit by up to 0.4 % for a loss in bf16.
+        precise = loss if loss.dtype is torch.float64 else loss.to(torch.float32)
+        refused = refused | (precise > calm_loss - abs(calm_loss) * _LIMIT_MARGIN)
     if measurement.items is not None:
         items = measurement.items.to(measurement.total.device)
         refused = refused | ~(items > 0)

@@ -121,14 +121,14 @@ def changed_generators(before: RandomState, after: RandomState) -> frozenset[str
     """Return the names of the generators that differ between two states of this process.
 
     The names are ``"Python"``, ``"NumPy"``, ``"torch on the CPU"`` and those of devices, such as
-    ``"cuda:0"``. A generator of Python or NumPy whose state was restored in between counts as
-    different, even if nothing was drawn.
+    ``"cuda:0"``.
     """
     changed = set()
-    # `capture` returns the same object again if nothing was drawn.
-    if before.python is not after.python:
+    # Usually, `capture` returns the same object again if nothing was drawn. It returns another
+    # object with the same values if the state was restored in between.
+    if before.python is not after.python and before.python != after.python:
         changed.add(_PYTHON)
-    if before.numpy is not after.numpy:
+    if before.numpy is not after.numpy and not _is_same(before.numpy, after.numpy):
         changed.add(_NUMPY)
     if not torch.equal(before.cpu, after.cpu):
         changed.add(_TORCH_CPU)
@@ -136,6 +136,19 @@ def changed_generators(before: RandomState, after: RandomState) -> frozenset[str
         if name not in before.devices or not torch.equal(before.devices[name], device_state):
             changed.add(name)
     return frozenset(changed)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    """Return whether two states of a NumPy generator are equal. A state is a tuple or a dict."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(
+            _is_same(value, after[key]) for key, value in before.items()
+        )
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return len(before) == len(after) and all(map(_is_same, before, after))
+    if isinstance(before, np.ndarray) and isinstance(after, np.ndarray):
+        return np.array_equal(before, after)
+    return bool(before == after)
 
 
 def with_generators(

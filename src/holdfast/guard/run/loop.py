@@ -218,6 +218,8 @@ class Loop:
 
     def _end_loop(self, cursor: Cursor) -> End:
         """Save the state at the end of a complete or stopped loop, and return how the run ended."""
+        # A stop request may have arrived after the loop last asked whether a result is needed.
+        self._settle()
         if self._stop.reason is None:
             self._report_waiting_schedulers(cursor.epoch)
         self._report_unkept_numbers()
@@ -327,6 +329,7 @@ class Loop:
             except StopIteration:
                 break
             except Interrupted:
+                self._settle()
                 return
             yield batch
             self._session.check_averages()
@@ -340,11 +343,21 @@ class Loop:
             if self._is_finished(cursor, limits):
                 return
         # The next epoch draws its order from a generator that a refused step would have to rewind.
-        self._steps.settle()
-        if self._state.must_rewind:
-            self._recovery.roll_back_again()
+        if self._settle():
             return
         self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
+
+    def _settle(self) -> bool:
+        """Read the result of an undecided step between two batches, if there is one.
+
+        Returns:
+            Whether the step has returned the run to an earlier position in the data.
+        """
+        self._steps.settle()
+        if not self._state.must_rewind:
+            return False
+        self._recovery.roll_back_again()
+        return True
 
     def _settle_if_due(self, limits: Limits) -> None:
         """Read the result of an undecided step if the loop depends on it at this boundary."""
@@ -451,7 +464,10 @@ class Loop:
         self._session.saving.at_boundary()
         # A save that was started some steps ago may have been refused since then.
         refused = self._saves.take_refusal()
-        if refused is None:
+        if refused is not None:
+            # The run is about to return to an earlier state, which does not include this step.
+            self._steps.settle()
+        else:
             self._session.keep_snapshot()
             if not self._saves.is_due():
                 return

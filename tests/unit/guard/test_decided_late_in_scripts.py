@@ -1,0 +1,144 @@
+"""Scripts of all kinds end in the same state whether steps are decided late or now.
+
+Each test is a script as people write it, with a bad batch where the late decision may go wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.guard.guarded import assert_same, kinds_of
+from tests.unit.guard.test_decided_late import (
+    Batch,
+    Training,
+    assert_same_in_both_modes,
+    assert_undecided,
+    batches,
+    numbered,
+    poisoned,
+)
+from torch import nn
+
+import holdfast
+from holdfast.checkpoint.background import wait_for_jobs
+from holdfast.guard.decision import UnreadAttempt, refusal
+from holdfast.guard.result import PassResult
+from holdfast.numerics.gradients import Measurement
+
+
+class SignallingLoader:
+    """A loader during whose tenth batch the process receives a stop signal."""
+
+    def __init__(self, data: list[Batch]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self._data):
+            if number == 10:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield batch
+
+
+@pytest.mark.parametrize("bad", [(), (9,)], ids=["good", "bad"])
+def test_a_signal_during_a_fetch_saves_the_undecided_step(
+    tmp_path: Path, bad: tuple[int, ...]
+) -> None:
+    """A step that is undecided when the loop stops is decided, so that the last save succeeds."""
+    training = Training()
+    settings = {"save_interval_steps": 100, "stop_signals": ("SIGUSR1",)}
+    guard = training.guard(
+        tmp_path, "late", loader=SignallingLoader(batches(20, bad)), **settings
+    )
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, training.loss)
+    weights = training.state()
+
+    resumed = Training()
+    guard = resumed.guard(tmp_path, "late", loader=batches(20, bad), **settings)
+
+    assert guard.global_step == 10 - len(bad)
+    assert_same(resumed.state(), weights)
+
+
+def test_a_refused_save_returns_to_the_same_step(tmp_path: Path) -> None:
+    """A rollback between two steps first decides the step that it undoes."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(
+            run_dir, decide, loader=batches(30), save_interval_steps=5
+        )
+        for number, batch in enumerate(guard.batches(max_epochs=1)):
+            guard.step(batch, training.loss)
+            if number == 9:
+                # The save after this step is refused because of this weight.
+                with torch.no_grad():
+                    training.model[0].weight[0, 0] = float("nan")
+            # The next boundary finds the result of the save.
+            wait_for_jobs(run_dir)
+        return guard, [*training.state(), torch.tensor(guard.global_step)]
+
+    assert "rolled_back" in assert_same_in_both_modes(tmp_path, train)
+
+
+def test_noise_of_the_loss_function_is_the_same(tmp_path: Path) -> None:
+    """The next attempt also draws, and is undone before the refused step is rewound."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        np.random.seed(7)
+        guard = training.guard(run_dir, decide)
+
+        def loss_fn(batch: Batch) -> torch.Tensor:
+            inputs, labels = batch
+            return training.loss((inputs * np.random.beta(1, 1) + random.random(), labels))
+
+        results = [guard.step(batch, loss_fn) for batch in batches(14, bad=[5, 9])]
+        if decide == "late":
+            assert_undecided(results, at_least=12)
+        guard.close()
+        draws = torch.tensor([np.random.random(), random.random()])
+        return guard, [*training.state(), draws]
+
+    assert "not_restored" not in assert_same_in_both_modes(tmp_path, train)
+
+
+def measured_loss(loss: torch.Tensor) -> UnreadAttempt:
+    """Return an attempt with this loss and gradients with a norm of 1."""
+    one = torch.ones(())
+    return UnreadAttempt(
+        passed=PassResult(loss, 8),
+        groups=[],
+        measurement=Measurement(
+            norms=one.reshape(1),
+            total=one,
+            loss=loss,
+            group_norms=[],
+            items=None,
+            group_names=["optimizer.0"],
+        ),
+        micro_batch_size=8,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gate_refuses_every_loss_above_the_limit(dtype: torch.dtype) -> None:
+    """The limit is not rounded up to the precision of the loss, which the host would then refuse."""
+    loss = torch.tensor(1.0, dtype=dtype)
+    above = torch.nextafter(loss, torch.tensor(2.0, dtype=dtype))
+
+    # This limit is between two neighboring losses, and would be rounded to the larger one.
+    assert refusal(measured_loss(above), 0.25 * loss.item() + 0.75 * above.item())
+    assert not refusal(measured_loss(loss), 1.01)
+    assert refusal(measured_loss(loss), float("-inf"))
