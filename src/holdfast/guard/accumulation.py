@@ -156,10 +156,10 @@ class Accumulation:
             return outcome.result(None)
 
         outcome = self._engine.skip(work, attempt)
-        sound_batch = self._engine.without_bad_samples(work, outcome)
-        if sound_batch is not None:
+        finite_batch = self._engine.without_bad_samples(work, outcome)
+        if finite_batch is not None:
             recovery.samples.report_dropped_samples(outcome, batch)
-            return self.add(sound_batch, loss_fn, optimizer=optimizer, split=split)
+            return self.add(finite_batch, loss_fn, optimizer=optimizer, split=split)
         self._spoiled = recovery.after_refused_step(outcome, batch)
         if session.counters.rollbacks != rollbacks:
             # The run has rolled back to other weights, so the accumulated gradients are outdated.

@@ -1,11 +1,11 @@
 """Launch a step before its result is known, and read the result one step later.
 
-Usually, the host reads the loss and the gradient norms of a step before it launches the optimizer,
-so an accelerator runs out of work while it waits for the host. With ``Policy(decide="late")``, the
-device itself decides: it computes a flag that is 1 if the step must not take effect, and this
-*gate* keeps the optimizer and the buffers unchanged. The host reads the result of a step just
-before it launches the optimizer of the next one. By then, the device still has the next forward and
-backward pass to run.
+By default, the host waits for a step's loss and gradient norms before it launches the optimizer.
+During that wait, an accelerator runs out of queued work. With ``Policy(decide="late")``, the device
+itself decides. It computes a flag that is 1 if the step must not take effect. The optimizer kernels
+and the buffer updates read this flag, called the *gate*, and have no effect if it is 1. The host
+reads the result of a step just before it launches the optimizer of the next one. At that point, the
+next forward and backward pass is already queued, so the device stays busy.
 
 The gate is conservative: it also refuses some steps that the host would accept, such as one whose
 norm overflows although its gradients are finite. A refused step is repeated from the state before
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.numerics.gradients import GradientFacts, Group, Measurement
 
-# Kernels that sum in a different order each time change the last bits of a loss. Two runs of the
-# same step on an accelerator count as equal if they differ by less than this fraction. For
-# comparison, bf16 has a precision of 0.004.
+# On an accelerator, two runs of the same step may sum in a different order. They count as equal if
+# they differ by less than this fraction, a quarter of the precision of bf16 (0.004). If they differ
+# by more, the step is skipped instead of decided by its repetition.
 _RELATIVE_TOLERANCE = 1e-3
 # The limit for the loss is lowered by this fraction before it is compared, because the comparison
 # rounds it to fp32. The precision of fp32 is 6e-8.
@@ -40,7 +40,7 @@ _NOT_SET = object()
 
 @dataclass(slots=True, kw_only=True)
 class UnreadAttempt:
-    """The result of an attempt whose backward pass is launched, but whose result was not read."""
+    """An attempt whose backward pass has been launched but whose result has not been read."""
 
     passed: PassResult
     # The parameter groups, each reduced to the parameters that have gradients.
@@ -50,18 +50,18 @@ class UnreadAttempt:
     micro_batch_size: int | None
 
     def with_facts(self, facts: GradientFacts) -> StepAttempt:
-        """Return the attempt with its result, once the host has read it."""
+        """Return the attempt with the values that the host has read."""
         return StepAttempt.of(
             self.passed, self.groups, facts, self.measurement.norms, self.micro_batch_size
         )
 
 
-def refusal(attempt: UnreadAttempt, calm_loss: float) -> torch.Tensor:
+def should_refuse(attempt: UnreadAttempt, loss_limit: float) -> torch.Tensor:
     """Return a flag that is True if a step must not take effect, without synchronizing.
 
     Args:
         attempt: The attempt at the step.
-        calm_loss: The step is refused if its loss is larger than this.
+        loss_limit: The step is refused if its loss is larger than this.
 
     Returns:
         A bool tensor of shape ``()`` on the device of the gradients.
@@ -69,16 +69,17 @@ def refusal(attempt: UnreadAttempt, calm_loss: float) -> torch.Tensor:
     measurement = attempt.measurement
     loss = measurement.loss.to(measurement.total.device)
     # NaN or Inf in one of the two makes the sum NaN or Inf. Subtracting it from itself gives 0 if
-    # it is finite, and NaN otherwise.
+    # it is finite, and NaN otherwise. `torch.isfinite` would launch four kernels instead of two.
     total = measurement.total + loss
     refused = (total - total) != 0
-    if calm_loss < math.inf:
+    if loss_limit < math.inf:
         # A comparison with a number rounds the number to the dtype of the tensor, which would raise
         # the limit by up to 0.4 % for a loss in bf16.
         precise = loss if loss.dtype is torch.float64 else loss.to(torch.float32)
-        refused = refused | (precise > calm_loss - abs(calm_loss) * _LIMIT_MARGIN)
+        refused = refused | (precise > loss_limit - abs(loss_limit) * _LIMIT_MARGIN)
     if measurement.items is not None:
         items = measurement.items.to(measurement.total.device)
+        # Negated, so that NaN is refused too.
         refused = refused | ~(items > 0)
         if attempt.passed.counted:
             refused = refused | (items != items.floor())
@@ -87,7 +88,7 @@ def refusal(attempt: UnreadAttempt, calm_loss: float) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gated(optimizers: Sequence[Optimizer], refused: torch.Tensor) -> Iterator[None]:
-    """Let optimizers change nothing inside the context if a flag on the device is set.
+    """Make optimizer steps inside the context do nothing if a flag on the device is set.
 
     torch's fused optimizers read the flag from their attribute ``found_inf``, which torch's
     gradient scaler sets in the same way.
@@ -96,15 +97,15 @@ def gated(optimizers: Sequence[Optimizer], refused: torch.Tensor) -> Iterator[No
         optimizers: Fused optimizers.
         refused: The flag, bool, shape ``()``.
     """
-    # The kernels compare the value with 1.0. Any other value would be taken for "accepted".
+    # The kernels compare the value with 1.0, and treat any other value as "no Inf found".
     found_inf = refused.to(torch.float32)
-    earlier = [vars(optimizer).get("found_inf", _NOT_SET) for optimizer in optimizers]
+    previous_values = [vars(optimizer).get("found_inf", _NOT_SET) for optimizer in optimizers]
     try:
         for optimizer in optimizers:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         yield
     finally:
-        for optimizer, value in zip(optimizers, earlier, strict=True):
+        for optimizer, value in zip(optimizers, previous_values, strict=True):
             if value is _NOT_SET:
                 del optimizer.found_inf  # type: ignore[attr-defined]
             else:
@@ -123,7 +124,7 @@ class HostCopy:
         self._event: Any = None
         if values.device.type == "cpu":
             return
-        # Only into pinned memory can a device copy while the host continues.
+        # A copy to the host is asynchronous only if its target is pinned.
         self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._copy.copy_(values, non_blocking=True)
         self._event = torch.get_device_module(values.device).Event()
@@ -149,7 +150,8 @@ class Readout:
         self._measurement = measurement
         scalars = [*measurement.scalars(), refused]
         device = measurement.total.device
-        # fp32 represents fp16 and bf16 values exactly, but not large numbers of items.
+        # fp32 represents fp16 and bf16 values exactly, but not large item counts. The flag, which is
+        # the last scalar, fits into any dtype.
         is_fp32 = all(
             scalar.is_floating_point() and scalar.dtype is not torch.float64
             for scalar in scalars[:-1]
@@ -172,20 +174,20 @@ class Readout:
         return self._values
 
 
-def is_repetition(first: GradientFacts, second: GradientFacts, *, exact: bool) -> bool:
-    """Return whether a repeated step has computed the same as the first time.
+def has_reproduced(first: GradientFacts, second: GradientFacts, *, exact: bool) -> bool:
+    """Return whether a repeated step has reproduced its first result.
 
-    It has not if the loss function depends on something that has changed since, such as a variable
-    of the training loop.
+    It may not if the loss function reads something that has changed since, such as a variable of
+    the training loop.
 
     Args:
-        first: The facts of the step, measured without the exact norms of `inspect`.
+        first: The facts of the step, measured by `measure`, so that an overflowing norm is Inf.
         second: The facts of the repeated step.
         exact: Whether the values must be equal bit for bit, as on the CPU.
     """
     tolerance = 0.0 if exact else _RELATIVE_TOLERANCE
     if second.overflowed:
-        # The first measurement of an overflowing norm is Inf.
+        # The first measurement could not tell an overflowing norm from Inf, so compare with Inf.
         second = replace(second, total=math.inf)
     return _is_close(first.loss, second.loss, tolerance) and _is_close(
         first.total, second.total, tolerance
@@ -201,17 +203,17 @@ def _is_close(first: float, second: float, tolerance: float) -> bool:
 class LateLoss(torch.Tensor):
     """The loss of a step whose result is unknown. Reading its value decides the step first.
 
-    Every operation on it returns a plain tensor, without waiting.
+    Arithmetic returns plain tensors and does not wait. The methods below wait.
     """
 
-    # Results of operations are plain tensors.
+    # Without this, every result of an operation would be a `LateLoss` too.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     # Reads the result of the step, and recovers if the step was refused.
-    _settle: Any
+    _settle: Callable[[], None]
 
     @classmethod
-    def of(cls, loss: torch.Tensor, settle: Any) -> torch.Tensor:
-        """Return a copy of a loss. A loss of a tensor subclass, such as a DTensor, is only copied.
+    def of(cls, loss: torch.Tensor, settle: Callable[[], None]) -> torch.Tensor:
+        """Return a late copy of a loss, or a plain copy of a tensor subclass, such as a DTensor.
 
         Args:
             loss: The loss, shape ``()``, detached. A copy is necessary because a CUDA graph
@@ -233,19 +235,19 @@ class LateLoss(torch.Tensor):
         return self.plain()
 
     def item(self) -> Any:
-        """Return the loss as a number."""
+        """Decide the step, and return the loss as a number."""
         return self._read().item()
 
     def tolist(self) -> Any:
-        """Return the loss as a number."""
+        """Decide the step, and return the loss as a number."""
         return self._read().tolist()
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a copy of the loss on the CPU."""
+        """Decide the step, and return the loss on the CPU."""
         return self._read().cpu(*args, **kwargs)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss as a NumPy array."""
+        """Decide the step, and return the loss as a NumPy array."""
         return self._read().numpy(*args, **kwargs)
 
     def __float__(self) -> float:

@@ -1,8 +1,8 @@
 """Determine whether the result of a step may be read one step later; see ``decision``.
 
-`DecisionTiming` asks three tables of rules: what is known when the run begins, when a step begins,
-and after its backward pass. The first rule with an answer wins. If there is one, the step is
-decided now, and the reason is recorded once.
+`DecisionTiming` asks three tables of rules: for what is known when the run begins, before a step,
+and after its backward pass. The first rule that returns a reason wins. The step is then decided
+now, that is, its result is read before its optimizer runs. Each reason is recorded once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import RandomState, changed_generators
 from holdfast.memory.tensors import versions_of
 
-# The optimizers whose fused implementation reads ``found_inf`` (torch 2.11 to 2.13). Subclasses may
-# do more in their ``step`` than the fused implementation.
+# The optimizers whose fused implementation reads ``found_inf`` (torch 2.11 to 2.13). Only
+# these exact types have the gate, since a subclass may do more in its ``step`` than the kernel.
 _OPTIMIZERS_WITH_GATE = (Adam, AdamW, SGD, Adagrad)
 
 
@@ -33,18 +33,17 @@ _OPTIMIZERS_WITH_GATE = (Adam, AdamW, SGD, Adagrad)
 class Reason:
     """Why the result of a step must be read before its optimizer runs."""
 
-    # The reason as a clause, or an empty string if it is not recorded.
-    why: str = ""
-    # How to avoid it, or an empty string.
-    fix: str = ""
+    # The reason as a clause. None if it is not recorded, because it is expected from time to time.
+    why: str | None
+    # How to avoid it. None if it cannot be avoided.
+    fix: str | None = None
 
 
-# A reason that is expected from time to time and is therefore not recorded.
-_EXPECTED = Reason()
+_NOT_RECORDED = Reason(why=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepBegin:
+class BeforeStep:
     """What is known about a step before its first attempt."""
 
     context: RunContext
@@ -60,7 +59,7 @@ class StepBegin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnd:
+class AfterBackward:
     """What is known about a step after its backward pass."""
 
     context: RunContext
@@ -69,15 +68,15 @@ class StepEnd:
 
 
 RunRule: TypeAlias = Callable[[RunContext], Reason | None]
-BeginRule: TypeAlias = Callable[[StepBegin], Reason | None]
-EndRule: TypeAlias = Callable[[StepEnd], Reason | None]
+BeforeStepRule: TypeAlias = Callable[[BeforeStep], Reason | None]
+AfterBackwardRule: TypeAlias = Callable[[AfterBackward], Reason | None]
 
 
 # --- when the run begins
 
 
 def several_ranks(context: RunContext) -> Reason | None:
-    """Several ranks vote on a step in a collective."""
+    """Ranks agree on each step in a collective, for which the host needs the result."""
     if context.ranks.world_size == 1:
         return None
     return Reason(why="the ranks of a run decide together, before their optimizers run")
@@ -85,7 +84,7 @@ def several_ranks(context: RunContext) -> Reason | None:
 
 def additional_state(context: RunContext) -> Reason | None:
     """The device cannot undo changes to objects passed as ``state=``."""
-    names = [name for name in context.parts.states if name not in _averages_among(context)]
+    names = [name for name in context.parts.states if name not in _names_of_averages(context)]
     if not names:
         return None
     return Reason(why=f"a device cannot undo changes to the objects passed as state= ({names[0]})")
@@ -99,7 +98,7 @@ def averaged_weights(context: RunContext) -> Reason | None:
 
 
 def several_devices(context: RunContext) -> Reason | None:
-    """The flag of the gate is on one device."""
+    """The gate's flag is on one device, so it cannot gate a parameter on another one."""
     devices = context.parts.devices()
     if len(devices) < 2:
         return None
@@ -126,18 +125,18 @@ RUN_RULES: tuple[RunRule, ...] = (
 # --- when a step begins
 
 
-def optimizer_without_gate(begin: StepBegin) -> Reason | None:
-    """Only torch's fused optimizers read the flag of the gate."""
+def optimizer_without_gate(begin: BeforeStep) -> Reason | None:
+    """Only torch's fused optimizers read the gate's flag."""
     for name in begin.names:
         optimizer = begin.context.parts.optimizers[name]
         if not has_gate(optimizer):
             kind = type(optimizer).__name__
-            return Reason(why=f"optimizer {name!r} ({kind}) is not fused", fix=_fix_of(optimizer))
+            return Reason(why=f"optimizer {name!r} ({kind}) is not fused", fix=_fix_for(optimizer))
     return None
 
 
-def optimizer_with_hooks(begin: StepBegin) -> Reason | None:
-    """A hook would see a refused step."""
+def optimizer_with_hooks(begin: BeforeStep) -> Reason | None:
+    """A hook runs even if the step is refused."""
     for name in begin.names:
         optimizer = begin.context.parts.optimizers[name]
         hooks = (
@@ -149,47 +148,47 @@ def optimizer_with_hooks(begin: StepBegin) -> Reason | None:
     return None
 
 
-def first_step_of_an_optimizer(begin: StepBegin) -> Reason | None:
-    """The first step of an optimizer creates its state, which would remain if it were refused."""
-    return None if begin.stepped.issuperset(begin.names) else _EXPECTED
+def first_step_of_an_optimizer(begin: BeforeStep) -> Reason | None:
+    """An optimizer's first step creates its state, which a refused step would leave behind."""
+    return None if begin.stepped.issuperset(begin.names) else _NOT_RECORDED
 
 
-def nested_step(begin: StepBegin) -> Reason | None:
-    """A step that an optimizer's hook runs is inside another step."""
+def nested_step(begin: BeforeStep) -> Reason | None:
+    """The outer step is not complete, so the inner one cannot be left undecided."""
     if not begin.context.state.is_changing:
         return None
     return Reason(why="a step runs inside another step")
 
 
-def several_batches(begin: StepBegin) -> Reason | None:
+def several_batches(begin: BeforeStep) -> Reason | None:
     """The batches of a window are weighted by their numbers of items, which the host reads."""
     if not isinstance(begin.batch, Window):
         return None
     return Reason(why="a step over a window of batches reads the number of items of each batch")
 
 
-def short_of_memory(begin: StepBegin) -> Reason | None:
-    """While a remedy is in use, committed steps change the plan of the next one."""
+def short_of_memory(begin: BeforeStep) -> Reason | None:
+    """While a remedy is in use, each committed step may change the next plan."""
     ladder = begin.context.ladder
     if ladder.is_at_rest and ladder.plan.micro_batch_size is None:
         return None
-    return Reason(why="a batch that is split into micro-batches reads the items of each of them")
+    return Reason(why="the batch size is limited, or a remedy for a lack of memory is in use")
 
 
-def observed_by_the_diagnosis(begin: StepBegin) -> Reason | None:
+def observed_by_the_diagnosis(begin: BeforeStep) -> Reason | None:
     """The diagnosis reads the gradients of the steps that it samples."""
     is_due = begin.context.diagnosis.is_due(undecided_steps=begin.undecided_steps)
-    return _EXPECTED if is_due else None
+    return _NOT_RECORDED if is_due else None
 
 
-def frozen_parameters_that_change(begin: StepBegin) -> Reason | None:
+def frozen_parameters_that_change(begin: BeforeStep) -> Reason | None:
     """The device does not undo changes to frozen parameters, as in a momentum encoder."""
     if not begin.context.buffers.states.frozen_parameters_change():
         return None
     return Reason(why="the loss function changes frozen parameters")
 
 
-def shared_generators(begin: StepBegin) -> Reason | None:
+def shared_generators(begin: BeforeStep) -> Reason | None:
     """A generator cannot be rewound if the loop has drawn from it in the meantime."""
     if not begin.shared_generators:
         return None
@@ -197,15 +196,15 @@ def shared_generators(begin: StepBegin) -> Reason | None:
     return Reason(why=f"the loss function and the loop draw from the same generator ({generators})")
 
 
-def suspected_divergence(begin: StepBegin) -> Reason | None:
-    """While a divergence is suspected, no limit for the next loss can be given in advance."""
+def suspected_divergence(begin: BeforeStep) -> Reason | None:
+    """While a divergence is suspected, there is no loss limit that the device could apply."""
     policy = begin.context.policy
     if policy.spike_action in ("off", "warn") or begin.context.spikes.is_calm():
         return None
-    return _EXPECTED
+    return _NOT_RECORDED
 
 
-BEGIN_RULES: tuple[BeginRule, ...] = (
+BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
     optimizer_without_gate,
     optimizer_with_hooks,
     first_step_of_an_optimizer,
@@ -222,19 +221,20 @@ BEGIN_RULES: tuple[BeginRule, ...] = (
 # --- after the backward pass
 
 
-def buffer_without_copy(end: StepEnd) -> Reason | None:
+def buffer_without_copy(end: AfterBackward) -> Reason | None:
     """A buffer that was replaced, or has changed for the first time, cannot be gated."""
     if end.context.buffers.can_gate():
         return None
     return Reason(why="the loss function replaces a buffer, or changes one for the first time")
 
 
-def parameter_without_state(end: StepEnd) -> Reason | None:
-    """The first step of a parameter creates its state, which would remain if it were refused."""
+def parameter_without_state(end: AfterBackward) -> Reason | None:
+    """A parameter's first step creates its state, which a refused step would leave behind."""
     for name in end.work.names:
         optimizer = end.context.parts.optimizers[name]
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if len(optimizer.state) >= count:
+            # Usually every parameter has state, which is quick to check.
             continue
         for group in optimizer.param_groups:
             if not _needs_state(optimizer, group):
@@ -247,22 +247,22 @@ def parameter_without_state(end: StepEnd) -> Reason | None:
     return None
 
 
-def repetition_is_due(end: StepEnd) -> Reason | None:
-    """A step that is repeated on purpose is read to compare both passes."""
+def repetition_is_due(end: AfterBackward) -> Reason | None:
+    """A scheduled repetition compares two passes, so their results must be read."""
     interval = end.context.policy.repeat_step_interval
     if interval is None or (end.context.record.global_step + 1) % interval:
         return None
-    return _EXPECTED
+    return _NOT_RECORDED
 
 
-def changed_batch(end: StepEnd) -> Reason | None:
+def changed_batch(end: AfterBackward) -> Reason | None:
     """A batch that the loss function has changed cannot be used again if the step is refused."""
     if versions_of(end.work.tensors) == end.work.versions:
         return None
     return Reason(why="the loss function changes its batch in place")
 
 
-END_RULES: tuple[EndRule, ...] = (
+AFTER_BACKWARD_RULES: tuple[AfterBackwardRule, ...] = (
     buffer_without_copy,
     parameter_without_state,
     repetition_is_due,
@@ -285,7 +285,7 @@ def _needs_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return not (type(optimizer) is SGD and group["momentum"] == 0)
 
 
-def _fix_of(optimizer: Optimizer) -> str:
+def _fix_for(optimizer: Optimizer) -> str:
     """Return how to get an optimizer with a gate."""
     kind = type(optimizer)
     if kind in _OPTIMIZERS_WITH_GATE:
@@ -293,7 +293,7 @@ def _fix_of(optimizer: Optimizer) -> str:
     return "use torch's Adam, AdamW, SGD or Adagrad with fused=True"
 
 
-def _averages_among(context: RunContext) -> set[str]:
+def _names_of_averages(context: RunContext) -> set[str]:
     """Return the names in ``parts.states`` that belong to averages of the models."""
     averages = {id(average) for average in context.parts.averages.values()}
     return {name for name, state in context.parts.states.items() if id(state) in averages}
@@ -322,7 +322,7 @@ class GeneratorUse:
             self.shared |= moved & changed_generators(after, now)
 
     def forget(self) -> None:
-        """Ignore what is drawn until the next step, such as the order of the next epoch."""
+        """Ignore draws until the next step, such as those for the order of the next epoch."""
         self._last_step = None
 
 
@@ -331,13 +331,14 @@ class DecisionTiming:
 
     Args:
         context: The objects that the parts of the run share.
-        framework: Why steps in a framework's loop are decided now. None in a loop of the user.
+        framework_reason: Why a framework needs each result at once. None if the user wrote the
+            loop.
 
     Raises:
         PolicyError: H105 if the policy asks for late decisions, but an optimizer has no gate.
     """
 
-    def __init__(self, context: RunContext, framework: str | None) -> None:
+    def __init__(self, context: RunContext, framework_reason: str | None) -> None:
         self._context = context
         self.generators = GeneratorUse()
         # The names of the optimizers that have stepped in this process.
@@ -348,16 +349,17 @@ class DecisionTiming:
         if decide == "late":
             for name, optimizer in context.parts.optimizers.items():
                 _check_has_gate(name, optimizer)
-        # Whether any step of this run may be decided late.
-        self.is_late = decide == "late" or (
+        # Whether any step of this run may be decided late. If a rule forbids it, this is cleared in
+        # the first step, once the reason has been recorded.
+        self.may_decide_late = decide == "late" or (
             decide == "auto" and context.parts.device_type() != "cpu"
         )
         # The reason why no step of this run is decided late. It is recorded in the first step, when
         # the recording is open.
         self._reason_of_run: Reason | None = None
-        if framework is not None:
-            self._reason_of_run = Reason(why=framework)
-        elif self.is_late:
+        if framework_reason is not None:
+            self._reason_of_run = Reason(why=framework_reason)
+        elif self.may_decide_late:
             self._reason_of_run = _reason_in(RUN_RULES, context)
 
     def must_decide_now(self, batch: Any, names: Sequence[str], *, undecided_steps: int) -> bool:
@@ -368,13 +370,13 @@ class DecisionTiming:
             names: The names of the optimizers to step.
             undecided_steps: The number of earlier steps whose results are unknown: 0 or 1.
         """
-        if not self.is_late:
+        if not self.may_decide_late:
             return True
         reason = self._reason_of_run
         if reason is not None:
-            self.is_late = False
+            self.may_decide_late = False
         else:
-            begin = StepBegin(
+            begin = BeforeStep(
                 context=self._context,
                 batch=batch,
                 names=names,
@@ -382,20 +384,20 @@ class DecisionTiming:
                 shared_generators=self.generators.shared,
                 undecided_steps=undecided_steps,
             )
-            reason = _reason_in(BEGIN_RULES, begin)
+            reason = _reason_in(BEFORE_STEP_RULES, begin)
         return self._note(reason)
 
     def must_decide_attempt_now(self, work: Work, attempt: UnreadAttempt) -> bool:
         """Return whether the result of an attempt must be read before the optimizer runs."""
-        end = StepEnd(context=self._context, work=work, attempt=attempt)
-        return self._note(_reason_in(END_RULES, end))
+        end = AfterBackward(context=self._context, work=work, attempt=attempt)
+        return self._note(_reason_in(AFTER_BACKWARD_RULES, end))
 
     def note_committed(self, names: Sequence[str]) -> None:
         """Note that these optimizers have stepped."""
         self._stepped.update(names)
 
-    def calm_loss(self, series: str) -> float:
-        """Return the loss above which the next step must be judged before it takes effect.
+    def loss_limit(self, series: str) -> float:
+        """Return the loss above which the device must refuse the next step.
 
         Args:
             series: The name of the series of losses to which the step belongs.
@@ -403,7 +405,7 @@ class DecisionTiming:
         if self._context.policy.spike_action in ("off", "warn"):
             return float("inf")
         calm_loss = self._context.spikes.calm_loss(series)
-        # If something is suspected, the gate refuses the step, so that it is repeated and judged.
+        # While a divergence is suspected, refuse every step, so that the host repeats and judges it.
         return float("-inf") if calm_loss is None else calm_loss
 
     def _note(self, reason: Reason | None) -> bool:
@@ -437,6 +439,6 @@ def _check_has_gate(name: str, optimizer: Optimizer) -> None:
     raise PolicyError(
         f'decide="late" with optimizer {name!r}, a {type(optimizer).__name__} that is not fused',
         limit="only a fused optimizer can keep a refused step from changing the weights",
-        fix=f'{_fix_of(optimizer)}, or set decide="auto".',
+        fix=f'{_fix_for(optimizer)}, or set decide="auto".',
         rule="H105",
     )

@@ -29,7 +29,7 @@ from torch import nn
 
 import holdfast
 from holdfast.checkpoint.background import wait_for_jobs
-from holdfast.guard.decision import UnreadAttempt, refusal
+from holdfast.guard.decision import UnreadAttempt, should_refuse
 from holdfast.guard.result import PassResult
 from holdfast.numerics.gradients import Measurement
 
@@ -57,9 +57,7 @@ def test_a_signal_during_a_fetch_saves_the_undecided_step(
     """A step that is undecided when the loop stops is decided, so that the last save succeeds."""
     training = Training()
     settings = {"save_interval_steps": 100, "stop_signals": ("SIGUSR1",)}
-    guard = training.guard(
-        tmp_path, "late", loader=SignallingLoader(batches(20, bad)), **settings
-    )
+    guard = training.guard(tmp_path, "late", loader=SignallingLoader(batches(20, bad)), **settings)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, training.loss)
     weights = training.state()
@@ -76,9 +74,7 @@ def test_a_refused_save_returns_to_the_same_step(tmp_path: Path) -> None:
 
     def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
         training = Training()
-        guard = training.guard(
-            run_dir, decide, loader=batches(30), save_interval_steps=5
-        )
+        guard = training.guard(run_dir, decide, loader=batches(30), save_interval_steps=5)
         for number, batch in enumerate(guard.batches(max_epochs=1)):
             guard.step(batch, training.loss)
             if number == 9:
@@ -139,6 +135,6 @@ def test_the_gate_refuses_every_loss_above_the_limit(dtype: torch.dtype) -> None
     above = torch.nextafter(loss, torch.tensor(2.0, dtype=dtype))
 
     # This limit is between two neighboring losses, and would be rounded to the larger one.
-    assert refusal(measured_loss(above), 0.25 * loss.item() + 0.75 * above.item())
-    assert not refusal(measured_loss(loss), 1.01)
-    assert refusal(measured_loss(loss), float("-inf"))
+    assert should_refuse(measured_loss(above), 0.25 * loss.item() + 0.75 * above.item())
+    assert not should_refuse(measured_loss(loss), 1.01)
+    assert should_refuse(measured_loss(loss), float("-inf"))

@@ -78,12 +78,9 @@ class Recovery:
         level = spikes.judge(series, facts.loss, facts.total)
         if level is Level.CALM:
             return None
-        reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
+        reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} are unusually high"
         if level is Level.DIVERGED:
-            reason = (
-                f"the loss has run away and does not recover ({facts.loss:g}; gradient norm"
-                f" {facts.total:g})"
-            )
+            reason = f"the loss has diverged ({facts.loss:g}; gradient norm {facts.total:g})"
         decision = decide_after_spike(
             level,
             action=policy.spike_action,
@@ -294,7 +291,7 @@ class Recovery:
 
     def _with_position(self, decision: Decision, trouble: Trouble) -> Decision:
         """Return a decision with the position in the data and, for a `Stop`, the error's rule."""
-        facts = self.samples.position()
+        facts = {**self.samples.position()}
         if isinstance(decision, Stop):
             facts["rule"] = "H503" if trouble is Trouble.DIVERGED else "H501"
         return replace(decision, **facts)

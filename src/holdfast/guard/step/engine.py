@@ -30,7 +30,7 @@ from holdfast.core.errors import DeviceError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision
 from holdfast.guard.context import RunContext
-from holdfast.guard.decision import Readout, UnreadAttempt, gated, refusal
+from holdfast.guard.decision import Readout, UnreadAttempt, gated, should_refuse
 from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
 from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt
@@ -58,7 +58,7 @@ Judge: TypeAlias = Callable[[StepAttempt], Decision | None]
 
 # The steps before this one create optimizer state and choose kernels. Memory that only these steps
 # need can be released afterwards.
-_SETTLED_STEP = 3
+_FIRST_STEADY_STEP = 3
 
 
 class StepEngine:
@@ -90,7 +90,7 @@ class StepEngine:
         self._model_order = _ModelOrder(context.parts)
         self._replay = Replay(context.parts, self.attempts)
         self._repetition = Repetition(context, self.attempts)
-        self._step_id = 0
+        self._step_count = 0
 
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
@@ -120,12 +120,11 @@ class StepEngine:
     def attempt_unread(
         self, work: Work, before_retry: Callable[[], object]
     ) -> UnreadAttempt | StepAttempt:
-        """Make attempts until one fits into memory, and do not wait for the result of the first.
+        """Attempt the step until it fits in memory, without waiting for the first result.
 
         Args:
             work: The input of the step.
-            before_retry: Function to call if the first attempt has failed and was undone. The
-                result of any further attempt is read.
+            before_retry: Function to call before the step is retried. Retries are read as usual.
         """
         work.before_retry = before_retry
         try:
@@ -135,7 +134,7 @@ class StepEngine:
             raise
 
     def begin_again(self, work: Work) -> None:
-        """Start a step again that was taken back, since another step has run in between."""
+        """Begin a step again that was undone because another step ran in between."""
         self.attempts.begin_again(work)
         self.state.begin()
 
@@ -200,7 +199,7 @@ class StepEngine:
     def finish(self, work: Work, attempt: StepAttempt, judge: Judge) -> Outcome:
         """Commit or skip a step, now that the result of its attempt is known.
 
-        If the policy allows it, a step with NaN or Inf is made again without the samples that cause
+        If the policy allows it, a step with NaN or Inf is run again without the samples that cause
         them.
 
         Args:
@@ -215,11 +214,11 @@ class StepEngine:
         outcome = self._commit_or_skip(work, attempt, judge)
         if outcome.committed:
             return outcome
-        sound_batch = self.without_bad_samples(work, outcome)
-        if sound_batch is None:
+        finite_batch = self.without_bad_samples(work, outcome)
+        if finite_batch is None:
             return outcome
         assert outcome.provenance is not None
-        second_work = self.begin(sound_batch, work.loss_fn, work.names, work.split)
+        second_work = self.begin(finite_batch, work.loss_fn, work.names, work.split)
         second_outcome = self._commit_or_skip(second_work, self.attempt(second_work), judge)
         return replace(
             second_outcome,
@@ -229,7 +228,7 @@ class StepEngine:
         )
 
     def _commit_or_skip(self, work: Work, attempt: StepAttempt, judge: Judge) -> Outcome:
-        self._step_id += 1
+        self._step_count += 1
         if attempt.facts.nonfinite:
             return self.skip(work, attempt)
         try:
@@ -263,7 +262,7 @@ class StepEngine:
         self.state.commit()
         try:
             self._step_optimizers(work, attempt.groups, attempt.norms, lambda: outcome)
-            if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
+            if self._step_count < _FIRST_STEADY_STEP and self.parts.device_type() == "cpu":
                 # Otherwise, memory that only the first steps need, such as a copy of the batch,
                 # would stay in the heap.
                 trim_heap()
@@ -276,7 +275,7 @@ class StepEngine:
         self._remedies.note_committed(work.names)
         return outcome
 
-    def launch(self, work: Work, attempt: UnreadAttempt, calm_loss: float) -> Readout:
+    def launch(self, work: Work, attempt: UnreadAttempt, loss_limit: float) -> Readout:
         """Commit a step before its result is known, so that it has no effect if it is refused.
 
         Nothing is read from the device. The run stays in the committing phase until the caller
@@ -285,16 +284,17 @@ class StepEngine:
         Args:
             work: The input of the step.
             attempt: The attempt at the step.
-            calm_loss: The step is refused if its loss is larger than this.
+            loss_limit: The step is refused if its loss is larger than this.
 
         Returns:
             The result of the step, which the host can read later.
         """
-        self._step_id += 1
+        self._step_count += 1
         try:
-            refused = refusal(attempt, calm_loss)
+            refused = should_refuse(attempt, loss_limit)
             readout = Readout(attempt.measurement, refused)
-            # Below the limit, this multiplies the gradients by exactly 1.
+            # The norm is not known yet, so clipping cannot be left out. Below the limit, it
+            # multiplies the gradients by exactly 1.
             self._clip(attempt.groups, attempt.measurement.norms)
             self.attempts.note_changes(work)
             self.buffers.gate(refused)
@@ -420,7 +420,7 @@ class StepEngine:
     # --- the end of a step
 
     def outcome(self, work: Work, attempt: StepAttempt, **facts: Any) -> Outcome:
-        """Return the outcome of a step with this last attempt, which was not committed by default.
+        """Return the outcome of a step. Unless `facts` say otherwise, it was not committed.
 
         Args:
             work: The input of the step.
@@ -438,7 +438,8 @@ class StepEngine:
     def _may_exceed_limit(self, total: float) -> bool:
         """Return whether gradients with this total norm may have to be clipped.
 
-        Well below the limit, `clip_grad_norm_` would multiply the gradients by exactly 1.
+        torch multiplies the gradients by ``limit / (total + 1e-6)``, but at most by 1. The margin
+        covers the rounding of `total`.
         """
         limit = self.policy.max_grad_norm
         return limit is not None and total > 0.99 * limit - 1e-5
@@ -482,20 +483,21 @@ class StepEngine:
                     self.parts.update_averages(work.parameters)
                 continue
             except Exception as error:
-                found = find_out_of_memory(error)
-                if found is None:
+                out_of_memory_message = find_out_of_memory(error)
+                if out_of_memory_message is None:
                     if failed_without_closure(error):
                         raise closure_missing(name, self.parts.optimizers[name]) from error
                     raise
                 failure = error
+            # The handler had to be left before memory is released, because it keeps the frames alive.
             clear_exception_frames(failure)
             del failure
             release_memory(self._devices)
             if self.ranks.request_optimizer_state():
-                self.record.emit(run_events.StateTaken(error=found))
+                self.record.emit(run_events.StateTaken(error=out_of_memory_message))
                 self._created_state.drop_unused(name)
                 continue
-            raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome())
+            raise PartialOptimizerStep(f"optimizer {name!r}: {out_of_memory_message}", outcome())
 
 
 def _dead_device(error: BaseException) -> DeviceError:

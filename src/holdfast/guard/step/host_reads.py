@@ -1,10 +1,12 @@
 """Find the lines of a loss function at which the host reads a value from a device.
 
-Each of them makes the device wait for the host, whatever the guard does.
+At each of them, the host waits for the device, which then runs out of work. The guard cannot avoid
+this.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# The functions that wait until a tensor's values are on the host, by the name that users know.
+# Common functions that wait until a tensor's values are on the host, with the names that users know.
+# The list is not complete: indexing with a mask also waits.
 _READS: dict[Callable[..., Any], str] = {
     torch.Tensor.item: "item()",
     torch.Tensor.tolist: "tolist()",
@@ -29,8 +32,10 @@ _READS: dict[Callable[..., Any], str] = {
     torch.equal: "equal()",
     torch.Tensor.equal: "equal()",
 }
-_TORCH = str(Path(torch.__file__).parent)
-_HOLDFAST = str(Path(__file__).parents[2])
+# The folders of torch and holdfast. They end with a separator, because other packages have names
+# that begin with theirs, such as torchvision.
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_HOLDFAST = str(Path(__file__).parents[2]) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,7 @@ class HostRead:
 
 
 class HostReads(TorchFunctionMode):
-    """Collects the host's reads while it is entered, which must be in eager mode.
+    """Records the host's reads inside its context. Enter it only in eager mode.
 
     Args:
         device_type: The type of device whose values are read, such as ``"cuda"``.
@@ -62,10 +67,10 @@ class HostReads(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note a read, and call the function."""
+        """Record a read, and call the function."""
         name = _READS.get(func)
         if name is not None and self._is_on_device(args):
-            self._note(name)
+            self._record(name)
         return func(*args, **(kwargs or {}))
 
     def _is_on_device(self, args: Sequence[Any]) -> bool:
@@ -73,7 +78,8 @@ class HostReads(TorchFunctionMode):
             return False
         return args[0].device.type == self._device_type
 
-    def _note(self, name: str) -> None:
+    def _record(self, name: str) -> None:
+        # Frame 0 is this method, and frame 1 is `__torch_function__`.
         frame = _frame_outside_torch(sys._getframe(2))
         if frame is not None and not frame.f_code.co_filename.startswith(_HOLDFAST):
             self.reads.append(

@@ -1,8 +1,8 @@
-"""Make some steps twice, from the same state, to catch hardware that computes wrongly.
+"""Run some steps twice from the same state, to detect hardware that computes wrong results.
 
 A training step is a function of its state and its batch, so a second pass must give the same bits.
 If it does not, either an operation in the step is nondeterministic, or something has gone wrong: a
-race, uninitialized memory, or hardware that computes wrongly without an error.
+race, uninitialized memory, or hardware that silently computes wrong results.
 
 A repetition leaves no trace: the step is committed with the gradients, buffers and random state of
 its first pass.
@@ -108,7 +108,7 @@ class Repetition:
         self._reported = set[str]()
 
     def is_due(self) -> bool:
-        """Return whether the step that is being made must be repeated.
+        """Return whether the current step must be repeated.
 
         Steps are counted over all restarts, so a restarted run repeats the same steps.
         """
@@ -117,7 +117,7 @@ class Repetition:
     def repeat_if_due(self, work: Work, attempt: StepAttempt) -> None:
         """Repeat a step that is due, and record an event if any bit of the result differs.
 
-        Afterwards, everything is as the attempt has left it. If a repetition is not possible, an
+        Afterwards, everything is as the attempt left it. If a repetition is not possible, an
         event says why, and the step continues.
 
         Args:
@@ -171,12 +171,9 @@ class Repetition:
         buffers = self._attempts.safety.keeper()
         buffers.keep()
         return _FirstPass(
+            # A CUDA graph would overwrite the loss and the gradients in its next run.
             loss=attempt.loss.clone(),
-            # A CUDA graph would overwrite the gradients in its next run, so they are copied.
-            gradients={
-                parameter: None if parameter.grad is None else parameter.grad.clone()
-                for parameter in work.parameters
-            },
+            gradients={parameter: _copied(parameter.grad) for parameter in work.parameters},
             buffers=buffers,
             random_state=capture(self._devices),
         )
@@ -194,9 +191,9 @@ class Repetition:
         """Run a second pass, and return what differs from the first one."""
         loss = self._run_again(work)
         return _Difference(
-            loss=None if same_bits(loss, first.loss) else loss,
+            loss=None if same_bits(loss, first.loss) else loss.clone(),
             gradients={
-                parameter: parameter.grad
+                parameter: _copied(parameter.grad)
                 for parameter, gradient in first.gradients.items()
                 if not _same(parameter.grad, gradient)
             },
@@ -217,19 +214,19 @@ class Repetition:
         return "second" if agrees_with_second else "neither"
 
     def _nondeterministic_operations(self, work: Work) -> tuple[str, ...]:
-        """Run a further pass, and return the operations that torch calls nondeterministic.
+        """Run another pass, and return the operations that torch reports as nondeterministic.
 
         The results of this pass are not compared, since some operations use other kernels in it. It
         runs in eager mode, because compiled code would first have to be compiled again.
         """
-        with eager(), _warning_of_nondeterminism() as caught:
+        with eager(), _nondeterminism_warnings() as caught:
             self._run_again(work)
         matches = [_NONDETERMINISTIC.match(str(warning.message)) for warning in caught]
         names = [match["operation"] for match in matches if match is not None]
         return tuple(dict.fromkeys(names))
 
     def _names_of(self, gradients: dict[torch.Tensor, torch.Tensor | None]) -> tuple[str, ...]:
-        """Return the names of these parameters, in the order of the model."""
+        """Return the names of these parameters, in the model's order."""
         return tuple(
             name for name, parameter in self._parts.named_parameters() if parameter in gradients
         )
@@ -275,7 +272,9 @@ class Repetition:
         if out_of_memory is None:
             return _Failed(why=why)
         release_memory(self._devices)
-        return _Failed(why="memory does not suffice for a second pass beside the first gradients")
+        return _Failed(
+            why="there is not enough memory for a second pass while the first gradients are kept"
+        )
 
     def _report_not_repeated(self, why: str) -> None:
         """Record why a step was not repeated, once for each reason."""
@@ -285,7 +284,7 @@ class Repetition:
 
 
 class _StartUnknownError(Exception):
-    """State has changed of which there is no copy from the start of the step.
+    """A state has changed that was not copied at the start of the step.
 
     Args:
         names: The names of the buffers or objects that have changed for the first time.
@@ -297,6 +296,10 @@ class _StartUnknownError(Exception):
         )
 
 
+def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
 def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     """Return whether two gradients have the same bits, or are both missing."""
     if first is None or second is None:
@@ -305,8 +308,8 @@ def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 
 @contextlib.contextmanager
-def _warning_of_nondeterminism() -> Iterator[list[warnings.WarningMessage]]:
-    """Return a context in which torch warns of every nondeterministic operation.
+def _nondeterminism_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Return a context in which torch warns about every nondeterministic operation.
 
     Yields:
         The list of warnings, which grows while the body runs. They are not shown.
