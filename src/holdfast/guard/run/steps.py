@@ -26,6 +26,7 @@ from holdfast.guard.result import (
 )
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
+from holdfast.guard.run.surroundings import Surroundings
 from holdfast.guard.run.undecided import StepCall, UndecidedResult, UndecidedStep
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -68,6 +69,9 @@ class Steps:
         self._record = session.record
         self._clock = session.clock
         self._devices = session.parts.devices()
+        self._modules = [
+            module for model in session.parts.models.values() for module in model.modules()
+        ]
         # On accelerators, a repeated step may differ in the last bits.
         self._is_exact = session.parts.device_type() == "cpu"
         # The last step, if its result was not read yet.
@@ -316,6 +320,11 @@ class Steps:
     def _launch(self, call: StepCall, work: Work, attempt: UnreadAttempt) -> UndecidedStep:
         """Commit a step before its result is known."""
         random_state_after = capture(self._devices)
+        surroundings = Surroundings(
+            self._modules,
+            [self.parts.optimizers[name] for name in call.names],
+            self.parts.device_type(),
+        )
         loss_scale = self.engine.loss_scale.copies()
         readout = self.engine.launch(work, attempt, self._timing.calm_loss(call.series))
         return UndecidedStep(
@@ -323,6 +332,7 @@ class Steps:
             work=work,
             attempt=attempt,
             readout=readout,
+            surroundings=surroundings,
             random_state_after=random_state_after,
             loss_scale=loss_scale,
             mark=self.recovery.samples.mark(),
@@ -379,7 +389,10 @@ class Steps:
         # The gate refuses every step that the host might refuse.
         assert decision is None, decision
         try:
-            with self.recovery.samples.about(undecided.mark):
+            with (
+                self.recovery.samples.about(undecided.mark),
+                undecided.surroundings.hyperparameters.restored(),
+            ):
                 self._committed(outcome, call)
         except BaseException:
             # The weights include the step, but a scheduler may not.
@@ -400,7 +413,10 @@ class Steps:
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY
         try:
-            with self.recovery.samples.about(undecided.mark):
+            with (
+                self.recovery.samples.about(undecided.mark),
+                undecided.surroundings.restored(),
+            ):
                 if versions_of(undecided.work.tensors) == undecided.work.versions:
                     result = self._run(
                         undecided.call, decides_now=True, first=undecided.readout.facts()

@@ -12,6 +12,7 @@ from holdfast.core.containers import children_of, rebuild
 from holdfast.guard.decision import LateLoss, Readout, UnreadAttempt
 from holdfast.guard.result import StepResult
 from holdfast.guard.run.sample_reports import BatchMark
+from holdfast.guard.run.surroundings import Surroundings
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import RandomState
@@ -111,6 +112,8 @@ class UndecidedStep:
     work: Work
     attempt: UnreadAttempt
     readout: Readout
+    # The modes and hyperparameters of the step.
+    surroundings: Surroundings
     # The random state after the attempt.
     random_state_after: RandomState
     # Copies of the loss scale before it was updated. None without loss scaling.
