@@ -150,8 +150,8 @@ class Readout:
         self._measurement = measurement
         scalars = [*measurement.scalars(), refused]
         device = measurement.total.device
-        # fp32 represents fp16 and bf16 values exactly, but not large item counts. The flag, which is
-        # the last scalar, fits into any dtype.
+        # fp32 represents fp16 and bf16 values exactly, but not large item counts. The flag, which
+        # is the last scalar, fits into any dtype.
         is_fp32 = all(
             scalar.is_floating_point() and scalar.dtype is not torch.float64
             for scalar in scalars[:-1]

@@ -405,7 +405,7 @@ class DecisionTiming:
         if self._context.policy.spike_action in ("off", "warn"):
             return float("inf")
         calm_loss = self._context.spikes.calm_loss(series)
-        # While a divergence is suspected, refuse every step, so that the host repeats and judges it.
+        # While a divergence is suspected, refuse every step, so that the host judges it.
         return float("-inf") if calm_loss is None else calm_loss
 
     def _note(self, reason: Reason | None) -> bool:

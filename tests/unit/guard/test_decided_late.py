@@ -510,6 +510,26 @@ def test_a_step_that_reads_a_changed_variable_stays_refused(tmp_path: Path) -> N
     assert guard.global_step == 7
 
 
+def test_a_loss_function_may_read_the_result_of_the_step_before(tmp_path: Path) -> None:
+    """If that step was refused, the attempt that reads its result is repeated after it."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(run_dir, decide)
+        results: list[holdfast.StepResult] = []
+
+        def loss_fn(batch: Batch) -> torch.Tensor:
+            weight = 0.5 if results and results[-1].skipped else 1.0
+            return training.loss(batch) * weight
+
+        for batch in batches(10, bad=[5]):
+            results.append(guard.step(batch, loss_fn))
+        guard.close()
+        return guard, [*training.state(), torch.rand(())]
+
+    assert "skip_step" in assert_same_in_both_modes(tmp_path, train)
+
+
 def test_an_error_names_its_step(tmp_path: Path) -> None:
     """An error that is raised while the next step runs names the step that caused it."""
     training = Training()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.guard.guarded import assert_same, kinds_of
+from tests.unit.guard.guarded import assert_same
 from tests.unit.guard.test_decided_late import (
     Batch,
     Training,
@@ -25,9 +25,7 @@ from tests.unit.guard.test_decided_late import (
     numbered,
     poisoned,
 )
-from torch import nn
 
-import holdfast
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.guard.decision import UnreadAttempt, should_refuse
 from holdfast.guard.result import PassResult
@@ -138,3 +136,81 @@ def test_the_gate_refuses_every_loss_above_the_limit(dtype: torch.dtype) -> None
     assert should_refuse(measured_loss(above), 0.25 * loss.item() + 0.75 * above.item())
     assert not should_refuse(measured_loss(loss), 1.01)
     assert should_refuse(measured_loss(loss), float("-inf"))
+
+
+# --- what the script changes before the result is read
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_loss_may_be_read_without_gradients(tmp_path: Path, mode: Any) -> None:
+    """A refused step is repeated with gradients, wherever its loss is read."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(run_dir, decide)
+        for batch in batches(10, bad=[6]):
+            result = guard.step(batch, training.loss)
+            with mode():
+                result.loss.item()
+        guard.close()
+        return guard, [*training.state(), torch.rand(())]
+
+    assert "skip_step" in assert_same_in_both_modes(tmp_path, train)
+
+
+def test_a_result_may_be_read_in_evaluation_mode(tmp_path: Path) -> None:
+    """A step that is made again without its bad samples is made in training mode."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        training.model[1].momentum = 0.5
+        guard = training.guard(run_dir, decide, drop_nonfinite_samples=True)
+        for batch in batches(10, bad=[6]):
+            result = guard.step(batch, training.loss)
+            training.model.eval()
+            assert not result.skipped
+            assert not training.model[1].training
+            training.model.train()
+        guard.close()
+        return guard, [*training.state(), torch.rand(())]
+
+    assert "samples_dropped" in assert_same_in_both_modes(tmp_path, train)
+
+
+def test_a_result_may_be_read_outside_the_autocast_of_its_step(tmp_path: Path) -> None:
+    """A step is repeated with the autocast in which it was called."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(run_dir, decide, max_grad_norm=1.0)
+        for batch in numbered(10):
+            with torch.autocast("cpu", torch.bfloat16):
+                result = guard.step(batch, poisoned(training, {6: 1e25}))
+            assert not result.skipped
+        guard.close()
+        return guard, training.state()
+
+    assert "norm_overflowed" in assert_same_in_both_modes(tmp_path, train)
+
+
+@pytest.mark.parametrize("interval", ["step", None])
+@pytest.mark.parametrize("before", [True, False], ids=["before the step", "after the step"])
+def test_a_learning_rate_that_the_script_sets_holds_for_the_next_step(
+    tmp_path: Path, interval: str | None, before: bool
+) -> None:
+    """It holds neither for the repetition of the last step, nor for the guard's scheduler."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(run_dir, decide, max_grad_norm=1.0, scheduler_interval=interval)
+        (group,) = training.optimizer.param_groups
+        for number, batch in enumerate(numbered(14)):
+            if before and number < 8:
+                group["lr"] = 1e-3 * (number + 1)
+            guard.step(batch, poisoned(training, {5: 1e25, 9: float("nan")}))
+            if not before and number < 8:
+                group["lr"] = 1e-3 * (number + 1)
+        guard.close()
+        return guard, training.state()
+
+    assert "norm_overflowed" in assert_same_in_both_modes(tmp_path, train)

@@ -1,8 +1,8 @@
-"""Count and record the engine's steps.
+"""Run steps, and read the results of late ones.
 
 `Steps` runs a step with the engine, counts it and records it. If a step may be decided late (see
-``decision``), it remains undecided until the next step or until `Steps.settle` is called, whichever
-comes first.
+``decision``), it remains undecided until the next step, or until `Steps.settle` is called,
+whichever comes first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, SkipStep
-from holdfast.guard.decision import UnreadAttempt, is_repetition
+from holdfast.guard.decision import UnreadAttempt, has_reproduced
 from holdfast.guard.phase import Phase
 from holdfast.guard.result import (
     Outcome,
@@ -25,11 +25,12 @@ from holdfast.guard.result import (
 )
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
+from holdfast.guard.run.surroundings import Surroundings
 from holdfast.guard.run.undecided import StepCall, UndecidedResult, UndecidedStep
-from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
+from holdfast.guard.step.failures import PreviousStepRefusedError
 from holdfast.guard.timing import DecisionTiming
 from holdfast.loader.random_state import (
     RandomState,
@@ -51,7 +52,7 @@ _CHANGED_SINCE = (
 
 
 class Steps:
-    """Runs the steps of `Guard.step` with the step engine.
+    """Implements `Guard.step` with the step engine.
 
     `Accumulation` also uses this object's attributes, to run one step over several batches.
 
@@ -73,9 +74,12 @@ class Steps:
         self._record = session.record
         self._clock = session.clock
         self._devices = session.parts.devices()
+        self._modules = [
+            module for model in session.parts.models.values() for module in model.modules()
+        ]
         # On accelerators, a repeated step may differ in the last bits.
         self._is_exact = session.parts.device_type() == "cpu"
-        # The last step, if its result was not read yet.
+        # The last step, if its result has not been read yet.
         self._undecided: UndecidedStep | None = None
 
     def step(
@@ -90,9 +94,11 @@ class Steps:
             split: The position of the batch dimension, or None to use the guard's `split`.
         """
         call = self._begin_call(batch, loss_fn, names, split)
-        if not self._timing.is_late:
+        if not self._timing.may_decide_late:
             self._note_begin()
             return self._run(call, decides_now=True)
+        # Ask before settling: a step that may be late settles the previous one only after its own
+        # backward pass.
         undecided_steps = 0 if self._undecided is None else 1
         decides_now = self._timing.must_decide_now(batch, names, undecided_steps=undecided_steps)
         self._note_begin()
@@ -101,6 +107,7 @@ class Steps:
         generators = self._timing.generators
         before = capture(self._devices)
         generators.note_next_step(before)
+        # The previous step must be decided before this one can be.
         self.settle()
         result = self._run(call, decides_now=True)
         generators.note_step(before, capture(self._devices))
@@ -128,7 +135,8 @@ class Steps:
                 ),
                 rule="H201",
             )
-        # The name of a series is the same after a restart.
+        # The name must be the same after a restart, since it is a key of the statistics in
+        # checkpoints.
         series = f"{'+'.join(names)} {self.engine.attempts.safety.describe(loss_fn)}"
         return StepCall(
             batch=batch,
@@ -140,14 +148,14 @@ class Steps:
         )
 
     def _run(
-        self, call: StepCall, *, decides_now: bool, first: GradientFacts | None = None
+        self, call: StepCall, *, decides_now: bool, first_facts: GradientFacts | None = None
     ) -> StepResult:
         """Run a step, and recover from an error.
 
         Args:
             call: The arguments of the step.
             decides_now: Whether to read the result before the optimizers run.
-            first: The facts of the step when it was first run, if this is a repetition.
+            first_facts: The facts of the step when it was first run, if this is a repetition.
         """
         try:
             # Out-of-memory errors from all allocators must be converted to `OutOfMemoryError`
@@ -155,7 +163,7 @@ class Steps:
             with naming_lack_of_memory("running a step"):
                 outcome: Outcome | UndecidedStep
                 if decides_now:
-                    outcome = self._run_now(call, first)
+                    outcome = self._run_now(call, first_facts)
                 else:
                     outcome = self._launch_or_decide(call)
                 if isinstance(outcome, UndecidedStep):
@@ -175,21 +183,25 @@ class Steps:
             return self._end(outcome, call)
         return self._undo_partial_step(partial_step)
 
-    def _run_now(self, call: StepCall, first: GradientFacts | None) -> Outcome:
+    def _run_now(self, call: StepCall, first_facts: GradientFacts | None) -> Outcome:
         """Run a step, and read its result before the optimizers run."""
         work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
         attempt = self.engine.attempt(work)
         judge = partial(self.recovery.judge, call.series)
-        if first is None or self._repeats(first, attempt.facts):
+        if first_facts is None or self._can_decide_by(attempt.facts, first_facts):
             return self.engine.finish(work, attempt, judge)
-        if first.nonfinite:
-            # The step was not finite, and a repetition cannot change that.
-            return self.engine.finish(work, replace(attempt, facts=first), judge)
-        return self.engine.finish(work, attempt, lambda _: _unlike_first_time(first))
+        if first_facts.nonfinite:
+            # The first run was not finite. A finite repetition means that something it reads has
+            # changed since, so the step stays refused.
+            return self.engine.finish(work, replace(attempt, facts=first_facts), judge)
+        return self.engine.finish(work, attempt, lambda _: _skip_not_reproduced(first_facts))
 
-    def _repeats(self, first: GradientFacts, second: GradientFacts) -> bool:
-        """Return whether a repeated step may be decided by its own facts."""
-        return second.nonfinite or is_repetition(first, second, exact=self._is_exact)
+    def _can_decide_by(self, facts: GradientFacts, first_facts: GradientFacts) -> bool:
+        """Return whether a repeated step may be decided by its own facts.
+
+        A repetition with NaN or Inf is refused in any case.
+        """
+        return facts.nonfinite or has_reproduced(first_facts, facts, exact=self._is_exact)
 
     def _end(self, outcome: Outcome, call: StepCall) -> StepResult:
         """Recover from a step that was refused, and record the result of a step."""
@@ -272,7 +284,7 @@ class Steps:
 
     @property
     def is_undecided(self) -> bool:
-        """Return whether the result of the last step was not read yet."""
+        """Return whether the result of the last step has not been read yet."""
         return self._undecided is not None
 
     def settle(self) -> None:
@@ -294,27 +306,30 @@ class Steps:
             self._accept(undecided)
             return
         if self.session.state.is_attempting:
-            raise called_inside("step")
+            # The loss function of the next step reads the result of this one. Its attempt is undone
+            # and repeated, once this step has been repeated.
+            raise PreviousStepRefusedError
         self._repeat(undecided)
 
     def _launch_or_decide(self, call: StepCall) -> Outcome | UndecidedStep:
         """Run a step without reading its result, unless the result turns out to be needed now.
 
-        The result of the step before is read after the backward pass of this one.
+        The previous step's result is read after this step's backward pass is launched.
         """
         work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
         generators = self._timing.generators
         generators.note_next_step(work.random_state)
-        settle = partial(self._settle_in_step, work)
-        attempt = self.engine.attempt_unread(work, settle)
+        settle_previous = partial(self._settle_in_step, work)
+        attempt = self.engine.attempt_unread(work, settle_previous)
         try:
-            is_valid = settle()
+            is_attempt_valid = settle_previous()
         except BaseException as error:
             self.engine.take_back_after(work, error)
             raise
-        if not is_valid:
+        if not is_attempt_valid:
+            # The undone attempt does not count: it failed because of the previous step.
             work.attempts = 0
-            attempt = self.engine.attempt_unread(work, settle)
+            attempt = self.engine.attempt_unread(work, settle_previous)
         if isinstance(attempt, UnreadAttempt):
             if not self._timing.must_decide_attempt_now(work, attempt):
                 random_state_after = capture(self._devices)
@@ -332,24 +347,37 @@ class Steps:
         attempt: UnreadAttempt,
         random_state_after: RandomState,
     ) -> UndecidedStep:
-        """Commit a step before its result is known."""
+        """Launch the optimizers before the step's result is known."""
+        surroundings = Surroundings(
+            self._modules,
+            [self.parts.optimizers[name] for name in call.names],
+            self.parts.device_type(),
+        )
         loss_scale = self.engine.loss_scale.copies()
-        readout = self.engine.launch(work, attempt, self._timing.calm_loss(call.series))
+        # Copy what the loss function has returned before the optimizers run: if there is no memory
+        # for it, the step can still be undone.
+        try:
+            result = UndecidedResult(attempt, work.attempts, self.settle)
+        except BaseException as error:
+            self.engine.take_back_after(work, error)
+            raise
+        readout = self.engine.launch(work, attempt, self._timing.loss_limit(call.series))
         return UndecidedStep(
             call=call,
             work=work,
             attempt=attempt,
             readout=readout,
+            surroundings=surroundings,
             random_state_after=random_state_after,
             loss_scale=loss_scale,
             mark=self.recovery.samples.mark(),
             global_step=self._record.global_step + 1,
             seconds=self._clock.monotonic_seconds() - call.started,
-            result=UndecidedResult(attempt, work.attempts, self.settle),
+            result=result,
         )
 
     def _leave_undecided(self, undecided: UndecidedStep) -> StepResult:
-        """Count a step that was launched, until its result is known."""
+        """Count a launched step provisionally, until its result is known."""
         self.session.state.committed()
         self.session.state.leave_undecided()
         self._record.count_step()
@@ -376,35 +404,38 @@ class Steps:
         try:
             self._repeat(undecided)
         finally:
-            # After an error, the caller takes back the step.
+            # The caller undoes this step after an error, so it must be in progress again.
             self.engine.begin_again(work)
         return False
 
-    def _decide(self, undecided: UndecidedStep) -> None:
-        """Stop counting a step, because it is counted again if it is committed."""
+    def _remove_provisional_count(self, undecided: UndecidedStep) -> None:
+        """Remove the provisional count of a step. A committed step is counted again."""
         self._undecided = None
         self.session.state.decide()
         self._record.move_to_step(undecided.global_step - 1)
 
     def _accept(self, undecided: UndecidedStep) -> None:
         """Count and record an undecided step that was not refused."""
-        self._decide(undecided)
+        self._remove_provisional_count(undecided)
         attempt = undecided.attempt.with_facts(undecided.readout.facts())
         outcome = self.engine.outcome(undecided.work, attempt, committed=True)
         call = undecided.call
-        decision = self.recovery.judge(call.series, attempt)
-        # The gate refuses every step that the host might refuse.
-        assert decision is None, decision
+        undecided.result.set_final(outcome.result(None), repeated=False)
         try:
-            with self.recovery.samples.about(undecided.mark):
+            decision = self.recovery.judge(call.series, attempt)
+            # The gate refuses every step that the host might refuse.
+            assert decision is None, decision
+            with (
+                self.recovery.samples.about(undecided.mark),
+                undecided.surroundings.hyperparameters.restored(),
+            ):
                 self._committed(outcome, call)
         except BaseException:
-            # The weights include the step, but a scheduler may not.
+            # The weights include the step, but a scheduler may not have advanced.
             self.session.state.spoil()
             raise
         self.session.counters.note_out_of_memory(outcome.out_of_memory)
         self._record_result(outcome, call, None, undecided.seconds)
-        undecided.result.become(outcome.result(None), repeated=False)
 
     def _repeat(self, undecided: UndecidedStep) -> None:
         """Repeat a step that the gate has refused, and decide it before its optimizers run.
@@ -412,20 +443,26 @@ class Steps:
         The weights, the moments and the buffers have not changed, so only the random state and the
         loss scale must be restored.
         """
-        self._decide(undecided)
+        self._remove_provisional_count(undecided)
+        # The loss function may read the result while the step is repeated.
+        undecided.result.set_final(_refused(undecided, "the step is repeated"), repeated=True)
         self._rewind(undecided)
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY
+        # The duration of the repetition is recorded, without the time since the first run.
+        call = replace(undecided.call, started=self._clock.monotonic_seconds())
         try:
-            with self.recovery.samples.about(undecided.mark):
+            with (
+                self.recovery.samples.about(undecided.mark),
+                undecided.surroundings.restored(),
+            ):
                 if versions_of(undecided.work.tensors) == undecided.work.versions:
-                    result = self._run(
-                        undecided.call, decides_now=True, first=undecided.readout.facts()
-                    )
+                    facts = undecided.readout.facts()
+                    result = self._run(call, decides_now=True, first_facts=facts)
                 else:
-                    result = self._end(self._skipped_without_repetition(undecided), undecided.call)
+                    result = self._end(self._skipped_without_repetition(undecided), call)
         except BaseException as error:
-            undecided.result.become(_failed(undecided, error), repeated=True)
+            undecided.result.set_final(_refused(undecided, str(error)), repeated=True)
             if isinstance(error, HoldfastError):
                 error.add_note(
                     f"This error belongs to step {undecided.global_step}, whose result was read"
@@ -434,15 +471,15 @@ class Steps:
             raise
         finally:
             if was_at_boundary and state.phase is Phase.AFTER_STEP:
-                # The loop has already counted the batch of this step.
+                # The loop has already moved past this step's batch.
                 state.boundary()
-        undecided.result.become(result, repeated=True)
+        undecided.result.set_final(result, repeated=True)
 
     def _rewind(self, undecided: UndecidedStep) -> None:
         """Restore the random state and the loss scale from before a step.
 
-        A generator is rewound only if the step has moved it. If the loop has drawn from it since
-        then, it cannot be rewound, because these draws cannot be repeated.
+        A generator is rewound only if the step has drawn from it. If the loop has drawn from it
+        since then, it cannot be rewound, because these draws cannot be repeated.
         """
         before = undecided.work.random_state
         after = undecided.random_state_after
@@ -457,34 +494,35 @@ class Steps:
         restore(with_generators(now, before, rewound))
         cursor = self.session.cursor
         if cursor is not None and self.recovery.samples.position() != undecided.mark.position:
-            # The next batch was fetched since then.
+            # The next batch has been fetched since then, so the cursor holds a random state of its
+            # own.
             cursor.rewind_random_state(before, rewound)
         self.engine.loss_scale.put_back(undecided.loss_scale)
 
     def _skipped_without_repetition(self, undecided: UndecidedStep) -> Outcome:
-        """Return the outcome of a refused step whose batch has changed since."""
+        """Return the outcome of a refused step whose batch has since been changed."""
         attempt = undecided.attempt.with_facts(undecided.readout.facts())
         outcome = self.engine.outcome(undecided.work, attempt)
         if attempt.facts.nonfinite:
             return replace(outcome, provenance=Provenance(problem=_CHANGED_SINCE))
-        reason = f"loss {attempt.facts.loss:g} stands out, and {_CHANGED_SINCE}"
+        reason = f"loss {attempt.facts.loss:g} is unusually high, and {_CHANGED_SINCE}"
         return replace(outcome, decision=SkipStep(reason=reason, promise="changes training"))
 
 
-def _unlike_first_time(first: GradientFacts) -> Decision:
+def _skip_not_reproduced(first: GradientFacts) -> Decision:
     """Return the decision to skip a step that computes something else when it is repeated."""
     return SkipStep(
         reason=(
-            f"loss {first.loss:g} and gradient norm {first.total:g} stand out, but the step has"
-            " another result when it is repeated: a value that the loss function reads has changed"
-            " since then"
+            f"loss {first.loss:g} and gradient norm {first.total:g} are unusually high, and"
+            " repeating the step gives a different result: the loss function reads a value that has"
+            " changed since"
         ),
         promise="changes training",
     )
 
 
-def _failed(undecided: UndecidedStep, error: BaseException) -> StepResult:
-    """Return the result of a step that ended with an error when it was repeated."""
+def _refused(undecided: UndecidedStep, reason: str) -> StepResult:
+    """Return the result of a refused step that has not been repeated to its end."""
     attempt = undecided.attempt.with_facts(undecided.readout.facts())
     return StepResult(
         loss=attempt.loss,
@@ -493,5 +531,5 @@ def _failed(undecided: UndecidedStep, error: BaseException) -> StepResult:
         micro_batch_size=attempt.micro_batch_size,
         attempts=undecided.work.attempts,
         skipped=True,
-        reason=str(error),
+        reason=reason,
     )

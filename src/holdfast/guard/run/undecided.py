@@ -12,6 +12,7 @@ from holdfast.core.containers import children_of, rebuild
 from holdfast.guard.decision import LateLoss, Readout, UnreadAttempt
 from holdfast.guard.result import StepResult
 from holdfast.guard.run.sample_reports import BatchMark
+from holdfast.guard.run.surroundings import Surroundings
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import RandomState
@@ -35,9 +36,11 @@ class StepCall:
 
 
 class UndecidedResult(StepResult):
-    """The result of a step that decides the step when an attribute needs its outcome.
+    """The result of a step that has not been read yet.
 
-    The attributes `loss`, `items`, `micro_batch_size`, `attempts` and `extra` are known at once.
+    Reading an attribute that depends on the outcome waits for it. The attributes `loss`, `items`,
+    `micro_batch_size`, `attempts` and `extra` are available at once. If the step is repeated, they
+    are replaced by those of the repetition.
 
     Args:
         attempt: The attempt at the step.
@@ -64,19 +67,19 @@ class UndecidedResult(StepResult):
         # The base class is frozen, so attributes cannot be assigned.
         object.__setattr__(self, name, value)
 
-    def become(self, final: StepResult, *, repeated: bool) -> None:
+    def set_final(self, final: StepResult, *, repeated: bool) -> None:
         """Take the values of the final result, once the step is decided.
 
         Args:
             final: The result.
-            repeated: Whether the step was run again, so that it has another loss.
+            repeated: Whether the step was run again, which may have changed its loss.
         """
         self._set("_final", final)
         if repeated:
             for name in ("loss", "items", "micro_batch_size", "attempts", "extra"):
                 self._set(name, getattr(final, name))
 
-    def _decided(self) -> StepResult:
+    def _wait_for_final(self) -> StepResult:
         if self._final is None:
             self._settle()
         assert self._final is not None
@@ -85,22 +88,22 @@ class UndecidedResult(StepResult):
     @property
     def grad_norm(self) -> Mapping[str, float]:
         """Return the norm of each group's gradients; see `StepResult`."""
-        return self._decided().grad_norm
+        return self._wait_for_final().grad_norm
 
     @property
     def skipped(self) -> bool:
         """Return whether the step was skipped; see `StepResult`."""
-        return self._decided().skipped
+        return self._wait_for_final().skipped
 
     @property
     def reason(self) -> str | None:
         """Return why the step was skipped; see `StepResult`."""
-        return self._decided().reason
+        return self._wait_for_final().reason
 
     @property
     def dropped_samples(self) -> tuple[int, ...]:
         """Return the positions of the samples that were left out; see `StepResult`."""
-        return self._decided().dropped_samples
+        return self._wait_for_final().dropped_samples
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,13 +114,15 @@ class UndecidedStep:
     work: Work
     attempt: UnreadAttempt
     readout: Readout
-    # The random state after the attempt.
+    # The modes and hyperparameters of the step.
+    surroundings: Surroundings
+    # The random state after the backward pass.
     random_state_after: RandomState
     # Copies of the loss scale before it was updated. None without loss scaling.
     loss_scale: tuple[torch.Tensor, torch.Tensor] | None
     # The position of the batch in the data.
     mark: BatchMark
-    # The global step that includes this step.
+    # The global step after this step.
     global_step: int
     # The duration of the call to `Guard.step`, in seconds.
     seconds: float
@@ -125,7 +130,7 @@ class UndecidedStep:
 
 
 def _cloned(tree: Any) -> Any:
-    """Return a copy of a tree of tensors, which a CUDA graph cannot overwrite."""
+    """Return a copy of a tree of tensors, so that a replayed CUDA graph cannot overwrite it."""
     if isinstance(tree, torch.Tensor):
         return tree.clone()
     children = children_of(tree)

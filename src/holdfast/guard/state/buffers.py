@@ -20,6 +20,10 @@ from holdfast.checkpoint.expanded import once
 from holdfast.checkpoint.kinds import copy_bits, has_no_values, is_plain, same_bits
 from holdfast.guard.state.states import StateKeeper
 
+# Smaller buffers are gated together, because a model with BatchNorm has hundreds of them, and a
+# kernel for each would take longer. Larger ones are gated one by one, to save memory.
+_MAX_NUMEL_TO_CONCATENATE = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -129,8 +133,8 @@ class BufferKeeper:
     def can_gate(self) -> bool:
         """Return whether `gate` could undo all changes to buffers since the last `keep`.
 
-        It cannot if a buffer was replaced by another tensor, if a buffer changed for the first
-        time, or if it is not yet known which buffers change.
+        It cannot if a buffer was replaced by another tensor or changed for the first time, if a
+        mutable buffer is sparse or quantized, or if it is not yet known which buffers change.
         """
         if not self._has_learned:
             return False
@@ -140,6 +144,7 @@ class BufferKeeper:
         for place, before in zip(self._mutable, self._before, strict=True):
             if place.now() is not before:
                 return False
+            # `torch.where` cannot select between sparse or quantized tensors.
             if before is not None and not (is_plain(before) or has_no_values(before)):
                 return False
         return True
@@ -152,26 +157,23 @@ class BufferKeeper:
         Args:
             refused: The flag, bool, shape ``()``.
         """
+        # Some elements of an expanded buffer share memory. `_once` selects each only once.
+        targets = _once(self._before, self._before)
+        sources = _once(self._copies, self._before)
+        # ``.data`` does not change version counters, so autograd graphs remain valid.
         pairs = [
-            (buffer.data, copy)
-            for buffer, copy in zip(
-                _once(self._before, self._before), _once(self._copies, self._before), strict=True
-            )
-            if buffer is not None and copy is not None and not has_no_values(buffer)
+            (target.data, source)
+            for target, source in zip(targets, sources, strict=True)
+            if target is not None and source is not None and not has_no_values(target)
         ]
-        # Buffers of the same dtype are concatenated, because a model with BatchNorm has hundreds of
-        # small buffers, and a kernel for each would take longer.
-        for dtype in {buffer.dtype for buffer, _ in pairs}:
-            buffers = [buffer for buffer, _ in pairs if buffer.dtype is dtype]
-            copies = [copy for _, copy in pairs if copy.dtype is dtype]
-            now = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            before = torch.cat([copy.reshape(-1) for copy in copies])
-            gated = torch.where(refused, before, now)
-            pieces = torch.split(gated, [buffer.numel() for buffer in buffers])
-            values = [
-                piece.view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)
-            ]
-            torch._foreach_copy_(buffers, values)
+        small_pairs = []
+        for target, source in pairs:
+            if target.numel() > _MAX_NUMEL_TO_CONCATENATE:
+                target.copy_(torch.where(refused, source, target))
+            else:
+                small_pairs.append((target, source))
+        for dtype in {target.dtype for target, _ in small_pairs}:
+            _select_together([pair for pair in small_pairs if pair[0].dtype is dtype], refused)
 
     def learn(self) -> list[str]:
         """Determine which buffers and states have changed in an attempt that will be committed.
@@ -251,6 +253,22 @@ class BufferKeeper:
         """
         norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
+
+
+def _select_together(pairs: list[tuple[torch.Tensor, torch.Tensor]], refused: torch.Tensor) -> None:
+    """Copy the sources into the targets if a flag on the device is set.
+
+    Args:
+        pairs: The targets and sources, all of the same dtype.
+        refused: The flag, bool, shape ``()``.
+    """
+    targets = [target for target, _ in pairs]
+    now = torch.cat([target.reshape(-1) for target in targets])
+    before = torch.cat([source.reshape(-1) for _, source in pairs])
+    selected = torch.where(refused, before, now)
+    pieces = torch.split(selected, [target.numel() for target in targets])
+    values = [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
+    torch._foreach_copy_(targets, values)
 
 
 def _layout_of(buffer: torch.Tensor | None) -> tuple[object, ...] | None:

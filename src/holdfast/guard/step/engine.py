@@ -489,7 +489,7 @@ class StepEngine:
                         raise closure_missing(name, self.parts.optimizers[name]) from error
                     raise
                 failure = error
-            # The handler had to be left before memory is released, because it keeps the frames alive.
+            # Memory can be released only outside the handler, which keeps the frames alive.
             clear_exception_frames(failure)
             del failure
             release_memory(self._devices)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Common functions that wait until a tensor's values are on the host, with the names that users know.
-# The list is not complete: indexing with a mask also waits.
+# Common functions that wait until a tensor's values are on the host, with the names that users
+# know. The list is not complete: indexing with a mask also waits.
 _READS: dict[Callable[..., Any], str] = {
     torch.Tensor.item: "item()",
     torch.Tensor.tolist: "tolist()",
