@@ -5,7 +5,9 @@ Each test is a script as people write it, with a bad batch where the late decisi
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import signal
 from collections.abc import Iterator
@@ -214,3 +216,38 @@ def test_a_learning_rate_that_the_script_sets_holds_for_the_next_step(
         return guard, training.state()
 
     assert "norm_overflowed" in assert_same_in_both_modes(tmp_path, train)
+
+
+# --- what the script does with results
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.copy, copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))]
+)
+def test_a_result_can_be_copied_and_pickled(tmp_path: Path, copy_of: Any) -> None:
+    """The copy of an undecided result is the decided result."""
+    training = Training()
+    with training.guard(tmp_path, "late") as guard:
+        good, bad, last = batches(3, bad=[1])
+        guard.step(good, training.loss)
+        skipped = copy_of(guard.step(bad, training.loss))
+        committed = copy_of(guard.step(last, training.loss))
+
+    assert type(skipped) is type(committed) is holdfast.StepResult
+    assert skipped.skipped
+    assert not committed.skipped
+    assert type(committed.loss) is torch.Tensor
+    assert set(committed.grad_norm) == {"optimizer.0"}
+
+
+def test_reading_an_older_result_leaves_the_newest_step_undecided(tmp_path: Path) -> None:
+    """A script that reads losses one step late does not wait for the newest step."""
+    training = Training()
+    with training.guard(tmp_path, "late") as guard:
+        results = [guard.step(batch, training.loss) for batch in batches(4, bad=[3])]
+
+        assert results[2].loss.item() > 0
+        assert not results[2].skipped
+        assert guard.global_step == 4
+        assert results[3].skipped
+        assert guard.global_step == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import RandomState
 from holdfast.loader.splitting import Split
+
+# The attributes of a result that are known before the step is decided.
+_KNOWN_AT_ONCE = ("loss", "items", "micro_batch_size", "attempts", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,27 @@ class StepCall:
     series: str
     # The monotonic time at the beginning of the call, in seconds.
     started: float
+
+
+class Settlement:
+    """Decides one step when it is called, and does nothing once the step is decided.
+
+    Args:
+        settle: Function that reads the result of the undecided step, and recovers if it was
+            refused.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle: Callable[[], None] | None = settle
+
+    def __call__(self) -> None:
+        """Decide the step if it is undecided."""
+        if self._settle is not None:
+            self._settle()
+
+    def end(self) -> None:
+        """Note that the step is decided. Results that a script keeps then no longer refer to it."""
+        self._settle = None
 
 
 class UndecidedResult(StepResult):
@@ -52,12 +76,13 @@ class UndecidedResult(StepResult):
 
     # The final result. None until the step is decided.
     _final: StepResult | None
-    _settle: Callable[[], None]
+    _settle: Settlement
 
     def __init__(self, attempt: UnreadAttempt, attempts: int, settle: Callable[[], None]) -> None:
-        self._set("_settle", settle)
+        settlement = Settlement(settle)
+        self._set("_settle", settlement)
         self._set("_final", None)
-        self._set("loss", LateLoss.of(attempt.passed.loss, settle))
+        self._set("loss", LateLoss.of(attempt.passed.loss, settlement))
         self._set("items", attempt.passed.items)
         self._set("micro_batch_size", attempt.micro_batch_size)
         self._set("attempts", attempts)
@@ -76,8 +101,25 @@ class UndecidedResult(StepResult):
         """
         self._set("_final", final)
         if repeated:
-            for name in ("loss", "items", "micro_batch_size", "attempts", "extra"):
+            for name in _KNOWN_AT_ONCE:
                 self._set(name, getattr(final, name))
+        self._settle.end()
+
+    def __reduce__(self) -> Any:
+        copy = self._decided_copy()
+        values = {field.name: getattr(copy, field.name) for field in fields(copy)}
+        return _result_of, (values,)
+
+    def __repr__(self) -> str:
+        return repr(self._decided_copy())
+
+    def _decided_copy(self) -> StepResult:
+        """Return the result as a plain `StepResult`, to be copied, pickled or printed."""
+        final = self._decided()
+        known = {name: getattr(self, name) for name in _KNOWN_AT_ONCE}
+        if isinstance(self.loss, LateLoss):
+            known["loss"] = self.loss.plain()
+        return replace(final, **known)
 
     def _wait_for_final(self) -> StepResult:
         if self._final is None:
@@ -127,6 +169,11 @@ class UndecidedStep:
     # The duration of the call to `Guard.step`, in seconds.
     seconds: float
     result: UndecidedResult
+
+
+def _result_of(values: Mapping[str, Any]) -> StepResult:
+    """Return a result with these attributes. A pickled result refers to this function."""
+    return StepResult(**values)
 
 
 def _cloned(tree: Any) -> Any:
