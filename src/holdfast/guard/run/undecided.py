@@ -106,16 +106,16 @@ class UndecidedResult(StepResult):
         self._settle.end()
 
     def __reduce__(self) -> Any:
-        copy = self._decided_copy()
+        copy = self._plain_copy()
         values = {field.name: getattr(copy, field.name) for field in fields(copy)}
         return _result_of, (values,)
 
     def __repr__(self) -> str:
-        return repr(self._decided_copy())
+        return repr(self._plain_copy())
 
-    def _decided_copy(self) -> StepResult:
+    def _plain_copy(self) -> StepResult:
         """Return the result as a plain `StepResult`, to be copied, pickled or printed."""
-        final = self._decided()
+        final = self._wait_for_final()
         known = {name: getattr(self, name) for name in _KNOWN_AT_ONCE}
         if isinstance(self.loss, LateLoss):
             known["loss"] = self.loss.plain()
