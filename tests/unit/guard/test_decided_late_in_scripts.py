@@ -28,6 +28,7 @@ from tests.unit.guard.test_decided_late import (
     poisoned,
 )
 
+import holdfast
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.guard.decision import UnreadAttempt, should_refuse
 from holdfast.guard.result import PassResult
