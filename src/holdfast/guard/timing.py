@@ -21,6 +21,7 @@ from holdfast.guard.context import RunContext
 from holdfast.guard.decision import UnreadAttempt
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.work import Work
+from holdfast.guard.step.repetition import is_repetition_due
 from holdfast.loader.random_state import RandomState, changed_generators
 from holdfast.memory.tensors import versions_of
 
@@ -249,10 +250,7 @@ def parameter_without_state(end: AfterBackward) -> Reason | None:
 
 def repetition_is_due(end: AfterBackward) -> Reason | None:
     """A scheduled repetition compares two passes, so their results must be read."""
-    interval = end.context.policy.repeat_step_interval
-    if interval is None or (end.context.record.global_step + 1) % interval:
-        return None
-    return _NOT_RECORDED
+    return _NOT_RECORDED if is_repetition_due(end.context) else None
 
 
 def changed_batch(end: AfterBackward) -> Reason | None:

@@ -259,20 +259,11 @@ class StepEngine:
         except BaseException as error:
             self.take_back_after(work, error)
             raise
-        self.state.commit()
-        try:
-            self._step_optimizers(work, attempt.groups, attempt.norms, lambda: outcome)
-            if self._step_count < _FIRST_STEADY_STEP and self.parts.device_type() == "cpu":
-                # Otherwise, memory that only the first steps need, such as a copy of the batch,
-                # would stay in the heap.
-                trim_heap()
-            if self.loss_scale.enabled:
-                self.loss_scale.update()
-        except RuntimeError as error:
-            if is_sticky(error):
-                raise _dead_device(error) from error
-            raise
-        self._remedies.note_committed(work.names)
+        self._run_optimizers(work, attempt.groups, attempt.norms, lambda: outcome)
+        if self._step_count < _FIRST_STEADY_STEP and self.parts.device_type() == "cpu":
+            # Otherwise, memory that only the first steps need, such as a copy of the batch, would
+            # stay in the heap.
+            trim_heap()
         return outcome
 
     def launch(self, work: Work, attempt: UnreadAttempt, loss_limit: float) -> Readout:
@@ -301,15 +292,32 @@ class StepEngine:
         except BaseException as error:
             self.take_back_after(work, error)
             raise
+        with gated([self.parts.optimizers[name] for name in work.names], refused):
+            self._run_optimizers(
+                work,
+                attempt.groups,
+                attempt.measurement.norms,
+                lambda: self.outcome(work, attempt.with_facts(readout.facts()), committed=True),
+            )
+        return readout
+
+    def _run_optimizers(
+        self,
+        work: Work,
+        groups: Sequence[Group],
+        norms: torch.Tensor,
+        outcome: Callable[[], Outcome],
+    ) -> None:
+        """Step every optimizer, and update the loss scale; see `_step_optimizers`.
+
+        From here on, the step can no longer be undone.
+
+        Raises:
+            DeviceError: H403 if the device has become unusable.
+        """
         self.state.commit()
         try:
-            with gated([self.parts.optimizers[name] for name in work.names], refused):
-                self._step_optimizers(
-                    work,
-                    attempt.groups,
-                    attempt.measurement.norms,
-                    lambda: self.outcome(work, attempt.with_facts(readout.facts()), committed=True),
-                )
+            self._step_optimizers(work, groups, norms, outcome)
             if self.loss_scale.enabled:
                 self.loss_scale.update()
         except RuntimeError as error:
@@ -317,7 +325,6 @@ class StepEngine:
                 raise _dead_device(error) from error
             raise
         self._remedies.note_committed(work.names)
-        return readout
 
     def take_back_after(self, work: Work, error: BaseException) -> None:
         """Undo a step that ended with an error, or raise H403 if the device is unusable."""

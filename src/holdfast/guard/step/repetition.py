@@ -86,6 +86,15 @@ class _Failed:
     why: str
 
 
+def is_repetition_due(context: RunContext) -> bool:
+    """Return whether the current step must be repeated.
+
+    Steps are counted over all restarts, so a restarted run repeats the same steps.
+    """
+    interval = context.policy.repeat_step_interval
+    return interval is not None and (context.record.global_step + 1) % interval == 0
+
+
 class Repetition:
     """Repeats the steps that ``Policy.repeat_step_interval`` selects, and compares the results.
 
@@ -95,7 +104,7 @@ class Repetition:
     """
 
     def __init__(self, context: RunContext, attempts: Attempts) -> None:
-        self._interval = context.policy.repeat_step_interval
+        self._context = context
         self._parts = context.parts
         self._record = context.record
         self._ladder = context.ladder
@@ -107,13 +116,6 @@ class Repetition:
         # The reasons for not repeating a step that have been reported. Each is reported once.
         self._reported = set[str]()
 
-    def is_due(self) -> bool:
-        """Return whether the current step must be repeated.
-
-        Steps are counted over all restarts, so a restarted run repeats the same steps.
-        """
-        return self._interval is not None and (self._record.global_step + 1) % self._interval == 0
-
     def repeat_if_due(self, work: Work, attempt: StepAttempt) -> None:
         """Repeat a step that is due, and record an event if any bit of the result differs.
 
@@ -124,7 +126,7 @@ class Repetition:
             work: The input of the step.
             attempt: A successful attempt with finite values, whose gradients are in ``grad``.
         """
-        if not self.is_due():
+        if not is_repetition_due(self._context):
             return
         if versions_of(work.tensors) != work.versions:
             self._report_not_repeated("loss_fn changes its batch in place")
