@@ -361,6 +361,8 @@ class Steps:
         except BaseException as error:
             self.engine.take_back_after(work, error)
             raise
+        # Keep only the copies, since outputs such as logits may be large.
+        attempt.passed = attempt.passed._replace(extra=result.extra)
         readout = self.engine.launch(work, attempt, self._timing.loss_limit(call.series))
         return UndecidedStep(
             call=call,
