@@ -177,6 +177,15 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ("64 samples", "32 samples", "no room"),
     ),
     (run.OnednnSwitchedOff(), ("oneDNN", "equal up to rounding")),
+    (run.DecidedNow(why="there are objects in state="), ("before the optimizer", "state=")),
+    (
+        run.OptimizerNotFused(why="optimizer 'adam' is not fused", fix="pass fused=True"),
+        ("a GPU waits", "'adam'", "pass fused=True"),
+    ),
+    (
+        run.LossFunctionReads(function="item()", file="train.py", line=12),
+        ("item()", "train.py:12", "waits"),
+    ),
     # values
     (
         run.NonfiniteOrigin(

@@ -44,6 +44,7 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "max_rollbacks": ([-1, 1.5, math.nan, True, False, None, "2"], [0, 1]),
     "spike_action": (["rollback", "Skip", None, False], ["off", "warn", "skip", "roll_back"]),
     "snapshot_interval_steps": (_NOT_A_COUNT, [None, 1]),
+    "decide": (["Late", "never", None, True, 1], ["auto", "now", "late"]),
     "diagnose": _SWITCH,
     "objective": (["gan", "minimise", None, 1], ["minimize", "adversarial", "reinforcement"]),
     "frozen": (["encoder.*", ("",), (1,), None, {"a"}], [(), ("encoder.*", "head.bias")]),
