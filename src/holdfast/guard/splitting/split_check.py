@@ -32,7 +32,7 @@ from holdfast.core.forked import NoAnswer, run_in_forked_copy
 from holdfast.guard.splitting.draws import Draws, NotRepeatableError
 from holdfast.guard.splitting.loss_functions import CalledInsideError, find_side_effects
 from holdfast.guard.splitting.selection import MASK, Selection, SelectionFinder
-from holdfast.guard.splitting.split_result import Draw, Outcome, SplitCheckResult, combine
+from holdfast.guard.splitting.split_result import CheckOutcome, Draw, SplitCheckResult, combine
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import (
     SAMPLES,
@@ -70,25 +70,25 @@ _HALF_TOLERANCE = 5e-2
 # If a loss is a mean plus a small sum, splitting changes the gradient of a few samples by less than
 # the tolerance, but the error grows with the batch. On the CPU in fp32, the gradients or the losses
 # must therefore differ by less than these limits. Rounding never exceeds both of them.
-_SMALL = 2e-5
-_SMALL_OF_LOSS = 3e-6
+_FP32_GRADIENT_LIMIT = 2e-5
+_FP32_LOSS_LIMIT = 3e-6
 # On accelerators and in half precision, losses must agree within this share of the tolerance. The
 # terms of a loss do not cancel out, so rounding affects losses less than gradients.
-_OF_LOSS_WHERE_ROUNDED = 0.1
+_LOSS_SHARE_OF_TOLERANCE = 0.1
 # If two weightings differ by less than this, they are not worth distinguishing: they change
 # gradients by less than a coupled loss does.
-TELLING = 0.01
+MIN_DISAGREEMENT = 0.01
 # The maximum number of sets of four samples to compare.
-_MOST_WINDOWS = 4
+_MAX_SUBSETS = 4
 # The number of comparisons, each with different random numbers, if samples share random numbers.
-_SEEDS = 3
+_NUM_SEEDS = 3
 # The maximum number of comparisons that include a sample without items, and the maximum number of
 # samples to search for one.
-_MOST_EMPTY = 2
-_MOST_ONE_BY_ONE = 256
+_MAX_EMPTY = 2
+_MAX_SAMPLES_TO_SEARCH = 256
 # The maximum number of sets of four samples to search for one that distinguishes weightings.
 # Cutting and counting one set takes 0.1 ms.
-_LOOKED_THROUGH = 64
+_MAX_SUBSETS_TO_SEARCH = 64
 _NOT_REPEATABLE = (
     "when called again, the loss has a different gradient: it carries state, or its random numbers"
     " cannot be repeated for parts of the batch (a permutation, a numpy generator), so no trial can"
@@ -96,14 +96,14 @@ _NOT_REPEATABLE = (
 )
 # The share of a micro-batch's samples that are in the first part. The micro-batch is compared with
 # its parts twice, once for each of these shares.
-_HALVES = 0.5
-_QUARTERS = 0.75
+_HALF = 0.5
+_THREE_QUARTERS = 0.75
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 # What is compared: gradients, or only losses if memory is too short for gradients.
 _Quantity: TypeAlias = Literal["gradients", "losses"]
 
 
-class _Difference(NamedTuple):
+class _SplitDifference(NamedTuple):
     """The relative differences between the whole set of samples and its parts."""
 
     # The L2 norm of the gradients' difference, relative to the whole gradient.
@@ -112,10 +112,10 @@ class _Difference(NamedTuple):
     of_losses: float
 
 
-class _Judgement(NamedTuple):
+class _Judgment(NamedTuple):
     """What a comparison shows; see the fields of `SplitCheckResult`."""
 
-    outcome: Outcome
+    outcome: CheckOutcome
     draws: Draw
     why: str = ""
 
@@ -215,10 +215,10 @@ class SplitCheck:
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.earlier_weightings]))
         results: list[SplitCheckResult] = []
         with self._evaluating():
-            for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
+            for share in (_HALF, _THREE_QUARTERS) if size >= _SAMPLES else (_HALF,):
                 self._first_share = share
                 result = self._compare_if_it_fits(part, weightings)
-                results.append(replace(result, why=result.why or _why_apart(result, size)))
+                results.append(replace(result, why=result.why or _describe_halves(result, size)))
                 if result.outcome == "coupled":
                     break
             selects = self._find_selection(part)
@@ -240,7 +240,7 @@ class SplitCheck:
         self._restore_start(0)
 
     def detect_side_effects(
-        self, batch: Any, size: int | None, *, logs_too: bool = False
+        self, batch: Any, size: int | None, *, include_logs: bool = False
     ) -> SplitCheckResult:
         """Find the side effects of a forward pass, without comparing gradients.
 
@@ -248,8 +248,8 @@ class SplitCheck:
             batch: The batch.
             size: The number of samples in the batch, of which four are used. With None, the whole
                 batch is used.
-            logs_too: Whether to include changes that do not affect the next loss, such as changes
-                of a log, or of a counter that may have an effect later.
+            include_logs: Whether to include changes that do not affect the next loss, such as
+                changes of a log, or of a counter that may have an effect later.
         """
         self.states.keep()
         window = (
@@ -258,10 +258,10 @@ class SplitCheck:
             else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
         )
         return SplitCheckResult(
-            outcome="trusted", side_effects=self._side_effects(window, logs_too=logs_too)
+            outcome="trusted", side_effects=self._side_effects(window, include_logs=include_logs)
         )
 
-    def _side_effects(self, window: Any, *, logs_too: bool = False) -> tuple[str, ...]:
+    def _side_effects(self, window: Any, *, include_logs: bool = False) -> tuple[str, ...]:
         buffers = BufferKeeper(dict(self.models), self.states)
         buffers.keep()
 
@@ -272,7 +272,11 @@ class SplitCheck:
             return loss
 
         return find_side_effects(
-            self.models, self.loss_fn, forward, restored=self.states.objects(), logs_too=logs_too
+            self.models,
+            self.loss_fn,
+            forward,
+            restored=self.states.objects(),
+            include_logs=include_logs,
         )
 
     def _check_sets(
@@ -289,13 +293,13 @@ class SplitCheck:
         """
         # If there is only one set, it is both the first and the last one.
         next_windows = [windows[0], *windows[1:][-1:]]
-        others = list(windows[1:-1][:_LOOKED_THROUGH])
+        others = list(windows[1:-1][:_MAX_SUBSETS_TO_SEARCH])
         results: list[SplitCheckResult] = []
         while next_windows:
             result = self._compare_if_it_fits(next_windows.pop(0), weightings)
             results.append(result)
             is_decided = result.declared or result.outcome != "exact"
-            if next_windows or is_decided or len(results) >= _MOST_WINDOWS:
+            if next_windows or is_decided or len(results) >= _MAX_SUBSETS:
                 continue
             failed = {weighting for earlier in results for weighting in earlier.failed}
             remaining = [weighting for weighting in weightings if weighting not in failed]
@@ -303,7 +307,7 @@ class SplitCheck:
                 continue
             differences = [disagreement(remaining, self._cut(window)) for window in others]
             largest = max(differences)
-            if largest > TELLING:
+            if largest > MIN_DISAGREEMENT:
                 next_windows.append(others.pop(differences.index(largest)))
         return results
 
@@ -323,7 +327,7 @@ class SplitCheck:
             empty: The position of a sample for which the loss function declares no items. If it
                 is not None, the first set ends with this sample.
         """
-        single_samples = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
+        single_samples = micro_batches(batch, size, 1, self.split)[:_MAX_SAMPLES_TO_SEARCH]
         sets = [
             tuple(with_an_empty_one(weighting, single_samples, _SAMPLES))
             for weighting in weightings
@@ -335,7 +339,7 @@ class SplitCheck:
         distinct_sets = list(dict.fromkeys(filter(None, sets)))
         return [
             self._compare_if_it_fits(select(batch, size, positions, self.split), weightings)
-            for positions in distinct_sets[:_MOST_EMPTY]
+            for positions in distinct_sets[:_MAX_EMPTY]
         ]
 
     def _check_one_label(
@@ -425,7 +429,7 @@ class SplitCheck:
         if isinstance(self.loss_fn, TwoPass):
             return self._compare_with(None, window, weightings, quantity)
         result = self._compare_with_same_draws(window, weightings, quantity)
-        for _ in range(1, _SEEDS):
+        for _ in range(1, _NUM_SEEDS):
             # Shared random numbers may decide whether samples are mixed, so repeat the comparison
             # with other numbers.
             if result.outcome == "random" and result.draws == "shared":
@@ -493,7 +497,7 @@ class SplitCheck:
                 changes_batch=changes_batch,
                 why="the gradient of the samples is zero or not finite",
             )
-        differences: dict[Weighting, _Difference] = {}
+        differences: dict[Weighting, _SplitDifference] = {}
         if not declared:
             differences = self._differences_by_weighting(
                 quantity, whole, parts, weightings, by_samples
@@ -524,8 +528,8 @@ class SplitCheck:
         whole: _Parts,
         parts: _Parts,
         weightings: Sequence[Weighting],
-        by_samples: _Difference,
-    ) -> dict[Weighting, _Difference]:
+        by_samples: _SplitDifference,
+    ) -> dict[Weighting, _SplitDifference]:
         """Return the difference between the whole set and its parts under each weighting.
 
         Weightings under which all samples have weight 0 cannot be tried, so they are left out.
@@ -557,7 +561,7 @@ class SplitCheck:
         *,
         is_reproduced: bool,
         declared: bool,
-    ) -> _Judgement:
+    ) -> _Judgment:
         """Return what a comparison shows about splitting.
 
         Args:
@@ -567,18 +571,18 @@ class SplitCheck:
             is_reproduced: Whether the parts have reproduced the gradient of the whole set.
             declared: Whether the loss function declares items.
         """
-        drawn = _kind_of(draws)
+        drawn = _kind_of_draws(draws)
         if is_reproduced:
-            return _Judgement("exact" if drawn == "none" else "random", drawn)
+            return _Judgment("exact" if drawn == "none" else "random", drawn)
         if not self._is_unrepeatable(draws, whole, quantity):
-            return _Judgement("coupled", drawn)
+            return _Judgment("coupled", drawn)
         # The random numbers differ between the whole set and its parts, so the difference proves
         # nothing.
         if declared:
-            return _Judgement("random", "unknown")
-        return _Judgement("coupled", "unknown", _NOT_REPEATABLE)
+            return _Judgment("random", "unknown")
+        return _Judgment("coupled", "unknown", _NOT_REPEATABLE)
 
-    def _fits(self, difference: _Difference) -> bool:
+    def _fits(self, difference: _SplitDifference) -> bool:
         """Return whether a difference is small enough to be due to rounding. NaN is not."""
         is_within_tolerance = difference.of_gradients <= self._least_tolerance()
         if not is_within_tolerance:
@@ -586,7 +590,10 @@ class SplitCheck:
         if self._devices() or self._least_tolerance() == _HALF_TOLERANCE:
             # TF32 and half precision round by more than the limits below.
             return True
-        return difference.of_gradients <= _SMALL or difference.of_losses <= _SMALL_OF_LOSS
+        return (
+            difference.of_gradients <= _FP32_GRADIENT_LIMIT
+            or difference.of_losses <= _FP32_LOSS_LIMIT
+        )
 
     def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, quantity: _Quantity) -> bool:
         """Return whether the whole set gives a different result when it is evaluated again.
@@ -611,7 +618,7 @@ class SplitCheck:
         parts: _Parts,
         weighting: Weighting,
         seed: int = 0,
-    ) -> _Difference:
+    ) -> _SplitDifference:
         """Return how much a set of samples and its parts differ.
 
         Args:
@@ -627,7 +634,7 @@ class SplitCheck:
 
     def _difference_of_gradients(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
-    ) -> _Difference:
+    ) -> _SplitDifference:
         """Return the differences in gradient and loss between a set of samples and its parts.
 
         If the gradient of the whole set is zero or not finite, the relative difference is NaN.
@@ -638,7 +645,7 @@ class SplitCheck:
         norm = self._norm()
         states_after_whole = self.states.now()
         if not math.isfinite(norm) or norm == 0:
-            return _Difference(math.nan, 0.0)
+            return _SplitDifference(math.nan, 0.0)
         # The gradients of the parts are added to the negated gradient of the whole set, which
         # leaves the difference.
         for parameter in self.parameters:
@@ -655,8 +662,8 @@ class SplitCheck:
         )
         of_losses = abs(loss - expected_loss) / (abs(expected_loss) or 1.0)
         if self.has_passed and self._is_rounding(expected_loss, loss):
-            return _Difference(0.0, of_losses)
-        return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
+            return _SplitDifference(0.0, of_losses)
+        return _SplitDifference(_nan_to_inf(self._norm() / norm), of_losses)
 
     def _is_rounding(self, expected: float, loss: float) -> bool:
         """Return whether two losses are equal up to rounding.
@@ -668,16 +675,18 @@ class SplitCheck:
         are coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
-        allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
+        allowed = (
+            _FP32_LOSS_LIMIT if is_exact else self._least_tolerance() * _LOSS_SHARE_OF_TOLERANCE
+        )
         return abs(loss - expected) <= allowed * max(1.0, abs(expected))
 
     def _difference_of_losses(
         self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int
-    ) -> _Difference:
+    ) -> _SplitDifference:
         """Compare only losses, which reveals coupled samples in nearly all cases as well."""
         if isinstance(self.loss_fn, TwoPass):
             # A `TwoPass` computes its loss from all samples at once, regardless of the parts.
-            return _Difference(0.0, 0.0)
+            return _SplitDifference(0.0, 0.0)
 
         def value(parts: _Parts, weighting: Weighting) -> float:
             return math.fsum(
@@ -689,8 +698,8 @@ class SplitCheck:
         self._restore_start(seed)
         loss = without_graph(lambda: value(parts, weighting))
         if not math.isfinite(expected):
-            return _Difference(math.nan, 0.0)
-        return _Difference(_finite_or_inf(abs(loss - expected) / (abs(expected) or 1.0)), 0.0)
+            return _SplitDifference(math.nan, 0.0)
+        return _SplitDifference(_nan_to_inf(abs(loss - expected) / (abs(expected) or 1.0)), 0.0)
 
     def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
         """Add the gradient of the parts' weighted loss to ``.grad``, and return this loss."""
@@ -698,7 +707,7 @@ class SplitCheck:
             run = TwoPassRun(
                 call=self._call,
                 backward=lambda loss, inputs: loss.backward(inputs=inputs),  # type: ignore[no-untyped-call]
-                keeper=lambda: BufferKeeper(dict(self.models)),
+                new_snapshot=lambda: BufferKeeper(dict(self.models)),
                 devices=self._devices(),
                 inputs=self._trainable,
             )
@@ -898,7 +907,7 @@ def _are_labels(leaf: Any, size: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.shape == (size,) and not leaf.is_floating_point()
 
 
-def _why_apart(result: SplitCheckResult, size: int) -> str:
+def _describe_halves(result: SplitCheckResult, size: int) -> str:
     """Return a message about how a micro-batch differs from its parts, or an empty string."""
     if result.outcome != "coupled":
         return ""
@@ -925,14 +934,14 @@ def _weights_of_terms(
     ]
 
 
-def _kind_of(draws: Draws | None) -> Draw:
+def _kind_of_draws(draws: Draws | None) -> Draw:
     """Return the kind of random numbers that the loss has drawn."""
     if draws is None or not draws.drew:
         return "none"
     return "shared" if draws.shared else "own"
 
 
-def _finite_or_inf(difference: float) -> float:
+def _nan_to_inf(difference: float) -> float:
     # The gradient of the whole set is finite, so a NaN comes from the parts. It must count as a
     # difference, while NaN stands for a comparison that was not possible.
     return difference if math.isfinite(difference) else math.inf
@@ -979,7 +988,7 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def in_a_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
+def run_in_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Run a check in a forked copy of this process, and return its result.
 
     If memory is short, the check is repeated in another copy without oneDNN. oneDNN creates and
@@ -1003,16 +1012,21 @@ def _result_of_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
         return SplitCheckResult.from_json(run_in_forked_copy(lambda: asdict(run())))
     except NoAnswer as error:
         return SplitCheckResult(
-            outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made
+            outcome="unknown",
+            why=str(error),
+            short_of_memory=error.died,
+            fork_failed=error.not_made,
         )
     except MemoryError as error:
         # This process ran out of memory while forking the copy or reading the result.
         return SplitCheckResult(
-            outcome="unknown", why=f"no memory for a copy of this process ({error})", not_made=True
+            outcome="unknown",
+            why=f"no memory for a copy of this process ({error})",
+            fork_failed=True,
         )
 
 
-def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
+def run_check(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Return the result of a check, or an "unknown" result with the reason if the check fails."""
     try:
         # The check runs in eager mode. Otherwise, torch would compile code for the sizes of the

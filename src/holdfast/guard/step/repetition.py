@@ -168,7 +168,7 @@ class Repetition:
 
     def _keep_first_pass(self, work: Work, attempt: StepAttempt) -> _FirstPass:
         """Copy the result of the first pass and the state at its end."""
-        buffers = self._attempts.safety.keeper()
+        buffers = self._attempts.safety.new_snapshot()
         buffers.keep()
         return _FirstPass(
             loss=attempt.loss.clone(),
