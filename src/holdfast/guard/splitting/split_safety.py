@@ -32,6 +32,7 @@ from holdfast.core.events.data import Promise
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.evaluation import mixing_layers
 from holdfast.guard.splitting.hazards import (
     Hazard,
     HazardCase,
@@ -42,7 +43,6 @@ from holdfast.guard.splitting.hazards import (
 )
 from holdfast.guard.splitting.loss_calls import LossCalls
 from holdfast.guard.splitting.loss_history import LossHistories, LossHistory, Report
-from holdfast.guard.splitting.split_check import mixing_layers
 from holdfast.guard.splitting.split_trials import Need, SplitTrials
 from holdfast.guard.splitting.weighting import Weighting
 from holdfast.guard.splitting.window import Window

@@ -18,15 +18,12 @@ from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.evaluation import LossEvaluator
+from holdfast.guard.splitting.forked_check import run_check, run_in_copy
 from holdfast.guard.splitting.loss_calls import LossCalls
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.splitting.loss_history import LossHistory
-from holdfast.guard.splitting.split_check import (
-    MIN_DISAGREEMENT,
-    SplitCheck,
-    run_check,
-    run_in_copy,
-)
+from holdfast.guard.splitting.split_check import MIN_DISAGREEMENT, SplitCheck
 from holdfast.guard.splitting.split_result import SplitCheckResult
 from holdfast.guard.splitting.weighting import (
     Weighting,
@@ -312,16 +309,12 @@ class SplitTrials:
         size = work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
         result = run_in_copy(
-            lambda: run_check(
-                lambda: check.detect_side_effects(batch, size, include_logs=include_logs)
-            )
+            lambda: check.detect_side_effects(batch, size, include_logs=include_logs)
         )
         if result.outcome == "unknown" and size is not None:
             # A trial with few samples may fail, for example if a state has one row per sample.
             result = run_in_copy(
-                lambda: run_check(
-                    lambda: check.detect_side_effects(batch, None, include_logs=include_logs)
-                )
+                lambda: check.detect_side_effects(batch, None, include_logs=include_logs)
             )
         if result.called:
             raise called_inside(result.called)
@@ -351,7 +344,7 @@ class SplitTrials:
         result = None
         if self.can_fork(for_trial=True):
             check = self._split_check(history, work, in_a_copy=True)
-            result = run_in_copy(lambda: run_check(lambda: run(check)))
+            result = run_in_copy(lambda: run(check))
             if result.fork_failed:
                 self._report_no_copy(result.why)
         runs_here = result is None or (result.fork_failed and needed_now)
@@ -394,7 +387,7 @@ class SplitTrials:
         if history.result is not None:
             held = history.result.held
             has_passed = history.result.keeps_gradient()
-        return SplitCheck(
+        evaluator = LossEvaluator(
             loss_fn=work.loss_fn,
             split=work.split,
             models=self._parts.models,
@@ -403,6 +396,9 @@ class SplitTrials:
             calling=self._calls.calling,
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=in_a_copy,
+        )
+        return SplitCheck(
+            evaluator=evaluator,
             earlier_weightings=held,
             has_passed=has_passed,
         )
