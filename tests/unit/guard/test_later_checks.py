@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.guard.splitting.loss_history import steps_between_checks
+from holdfast.guard.splitting.loss_history import choose_interval
 
 SAMPLES = 32
 MINING_BEGINS = 20
@@ -376,5 +376,5 @@ def test_later_checks_leave_no_trace(tmp_path):
 )
 def test_checks_take_at_most_a_hundredth_of_the_time_of_split_steps(check, step, steps):
     """The distance of two checks is a power of two at which they cost 1 % or less."""
-    assert steps_between_checks(check, step) == steps
+    assert choose_interval(check, step) == steps
     assert check <= 0.01 * step * steps

@@ -22,6 +22,9 @@ from holdfast.core.text import counted
 from holdfast.guard.splitting.split_result import SplitCheckResult
 from holdfast.guard.splitting.weighting import Weighting
 
+# The maximum number of weightings that a message about a coupled loss names.
+_MAX_WEIGHTINGS_NAMED = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HazardCase:
@@ -32,20 +35,20 @@ class HazardCase:
     # The names of buffers, other than running statistics, that a forward pass changes.
     changed_buffers: Sequence[str]
     # The combined result of all trials. None if there has been no trial.
-    verdict: SplitCheckResult | None
+    result: SplitCheckResult | None
 
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
     """A reason why splitting a batch would, or may, change training."""
 
-    # The name to include in ``Policy(allow_split_with=...)`` to split the batch all the same.
+    # The name to include in ``Policy(allow_split_with=...)`` to split the batch anyway.
     name: SplitHazard
     why: str
 
 
 def statistics_over_samples(case: HazardCase) -> Hazard | None:
-    """BatchNorm and similar layers would see the samples of a micro-batch only."""
+    """BatchNorm and similar layers would see only the samples of a micro-batch."""
     if not case.mixing_layers:
         return None
     layers = counted(len(case.mixing_layers), f"{type(case.mixing_layers[0]).__name__} layer")
@@ -64,21 +67,21 @@ def changed_buffer(case: HazardCase) -> Hazard | None:
 
 
 def failed_trial(case: HazardCase) -> Hazard | None:
-    """If a trial could not show that splitting keeps the gradient, it must not be assumed."""
-    if case.verdict is None or case.verdict.outcome != "unknown":
+    """A failed trial proves nothing, so splitting may change the gradient."""
+    if case.result is None or case.result.outcome != "unknown":
         return None
     return Hazard(
         "coupled_loss",
-        f"a trial could not show whether splitting keeps the gradient ({case.verdict.why};"
+        f"a trial could not show whether splitting keeps the gradient ({case.result.why};"
         " set check_split=False if you know that it does)",
     )
 
 
 def coupled_samples(case: HazardCase) -> Hazard | None:
-    """In a trial, the parts of a batch had another gradient than the whole."""
-    if case.verdict is None or case.verdict.outcome != "coupled":
+    """In a trial, the parts of a batch had a different gradient from the whole batch."""
+    if case.result is None or case.result.outcome != "coupled":
         return None
-    return Hazard("coupled_loss", _describe_coupling(case.verdict))
+    return Hazard("coupled_loss", _describe_coupling(case.result))
 
 
 Rule: TypeAlias = Callable[[HazardCase], Hazard | None]
@@ -100,7 +103,7 @@ def find_hazards(case: HazardCase) -> list[Hazard]:
 
 def promise_of_split(
     hazards: Sequence[Hazard],
-    verdict: SplitCheckResult | None,
+    result: SplitCheckResult | None,
     *,
     may_change_later: bool,
     has_dropout: bool,
@@ -109,11 +112,11 @@ def promise_of_split(
 
     Args:
         hazards: The hazards of the split.
-        verdict: The combined result of all trials. None if there has been no trial.
+        result: The combined result of all trials. None if there has been no trial.
         may_change_later: Whether splitting may change the gradient later.
         has_dropout: Whether a layer of the models drops values in its current mode.
     """
-    draws = "none" if verdict is None else verdict.draws
+    draws = "none" if result is None else result.draws
     # If samples share random numbers, splitting changes the variance of the loss, but not its
     # expected value.
     if hazards or may_change_later or draws in ("shared", "unknown"):
@@ -123,7 +126,7 @@ def promise_of_split(
     return "equal up to rounding"
 
 
-def drops_values(models: Iterable[nn.Module]) -> bool:
+def has_active_dropout(models: Iterable[nn.Module]) -> bool:
     """Return whether a layer of the models, such as dropout, drops values in its current mode."""
     return any(
         module.training and _dropout_rate(module) > 0
@@ -139,7 +142,7 @@ def _dropout_rate(module: nn.Module) -> float:
     return rate if isinstance(rate, float) else 0.0
 
 
-def refused_by_policy(micro_batch_size: Any, hazard: Hazard) -> BatchError:
+def refused_by_policy(micro_batch_size: int, hazard: Hazard) -> BatchError:
     """Return error H206 or H207 for a policy that sets the micro-batch size.
 
     Args:
@@ -166,12 +169,12 @@ def refused_by_policy(micro_batch_size: Any, hazard: Hazard) -> BatchError:
     )
 
 
-def _describe_coupling(verdict: SplitCheckResult) -> str:
+def _describe_coupling(result: SplitCheckResult) -> str:
     """Return a message on how much the gradients differ and which weightings were tried."""
-    if verdict.why:
-        return verdict.why
-    difference = _describe_difference(verdict.difference)
-    return f"the gradient over 4 samples {difference}{_describe_tried(verdict.failed)}"
+    if result.why:
+        return result.why
+    difference = _describe_difference(result.difference)
+    return f"the gradient over 4 samples {difference}{_describe_tried(result.failed)}"
 
 
 def _describe_difference(share: float) -> str:
@@ -189,6 +192,8 @@ def _describe_tried(failed: Sequence[Weighting]) -> str:
     tried = ", weighted as a mean over samples"
     others = [str(weighting) for weighting in failed if weighting.kind not in ("samples", "sum")]
     if others:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        tried += f"; neither a sum nor a mean over {', '.join(others[:3])}{more} matches"
+        names = ", ".join(others[:_MAX_WEIGHTINGS_NAMED])
+        if len(others) > _MAX_WEIGHTINGS_NAMED:
+            names += f" and {len(others) - _MAX_WEIGHTINGS_NAMED} more"
+        tried += f"; neither a sum nor a mean over {names} matches"
     return tried

@@ -15,7 +15,7 @@ from holdfast.guard.state.states import StateKeeper, kept_states
 
 
 class LossCalls:
-    """Prepares calls of loss functions, in steps and in checks.
+    """Provides the contexts in which loss functions are called, in steps and in checks.
 
     Args:
         parts: The models, optimizers and additional state of the run.
@@ -28,16 +28,22 @@ class LossCalls:
         self._policy = policy
         self._buffers = buffers
         parameters = [parameter for _, parameter in parts.named_parameters()]
-        # Function that returns a context in which optimizers refuse to step; see `ReturningALoss`.
-        self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), parameters)
+        # Function that returns a context in which a loss function may not run backward or step an
+        # optimizer; see `ReturningALoss`.
+        self.forbid_training_calls = functools.partial(
+            ReturningALoss, parts.optimizers.values(), parameters
+        )
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Return the same context, with the precision of the policy."""
-        with self.inside(), autocast(self._parts.device_type(), self._policy.precision):
+        """Return a context that forbids training calls and autocasts to the policy's precision."""
+        with (
+            self.forbid_training_calls(),
+            autocast(self._parts.device_type(), self._policy.precision),
+        ):
             yield
 
-    def keeper(self) -> BufferKeeper:
+    def new_snapshot(self) -> BufferKeeper:
         """Return a new `BufferKeeper`, for extra passes whose changes of state must be undone."""
         untouched = self._buffers.states.untouched()
         states = {

@@ -304,9 +304,9 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # Only these containers are iterated, because iterating over other objects may have side effects.
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
 # Containers with more entries than this are compared by length only.
-_MOST_ENTRIES = 64
+_MAX_ENTRIES = 64
 # Tensors with more elements than this are compared by their sum only.
-_MOST_ELEMENTS = 1 << 20
+_MAX_ELEMENTS = 1 << 20
 # The attributes that every module has.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -317,7 +317,7 @@ def find_side_effects(
     forward: Callable[[], float],
     *,
     restored: Sequence[Any] = (),
-    logs_too: bool = False,
+    include_logs: bool = False,
 ) -> tuple[str, ...]:
     """Return the names of attributes and variables that a second forward pass changes.
 
@@ -333,8 +333,8 @@ def find_side_effects(
         forward: Function that runs the same forward pass each time and returns the loss, or NaN if
             it ran out of memory.
         restored: Objects to ignore, because the guard restores them.
-        logs_too: Whether to return variables and attributes of the loss function even if the two
-            losses are equal.
+        include_logs: Whether to return variables and attributes of the loss function even if the
+            two losses are equal.
 
     Returns:
         Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
@@ -350,7 +350,7 @@ def find_side_effects(
     changed = _changed(first_attributes, second_attributes)
     is_nan = math.isnan(first_loss) or math.isnan(second_loss)
     differs = first_loss != second_loss and not is_nan
-    if differs or logs_too:
+    if differs or include_logs:
         changed |= _changed(first_variables, second_variables)
     if differs and not changed:
         changed = {"loss_fn: its loss changes for an unknown reason"}
@@ -429,12 +429,12 @@ def _snapshot(value: Any, depth: int) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        if value.numel() <= _MOST_ELEMENTS:
+        if value.numel() <= _MAX_ELEMENTS:
             return value.detach().clone()
         return [value.shape, float(value.detach().double().sum())]
-    if isinstance(value, Mapping) and depth and len(value) <= _MOST_ENTRIES:
+    if isinstance(value, Mapping) and depth and len(value) <= _MAX_ENTRIES:
         return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}
     if isinstance(value, _CONTAINERS):
-        entries = list(value) if depth and len(value) <= _MOST_ENTRIES else []
+        entries = list(value) if depth and len(value) <= _MAX_ENTRIES else []
         return [len(value), *(_snapshot(entry, depth - 1) for entry in entries)]
     return type(value).__name__

@@ -17,9 +17,16 @@ from holdfast.guard.splitting.weighting import SAMPLES, Weighting
 Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
 # The kinds of random numbers, from best to worst.
 _DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")
-Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
-# When results are combined, the worst outcome wins. Every other outcome wins over "unknown".
-_FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")
+CheckOutcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
+# When results are combined, the worst outcome wins. Every other outcome wins over "unknown", since
+# a check that failed shows nothing. "trusted" comes next: it does not result from a comparison.
+_FROM_BEST_TO_WORST: tuple[CheckOutcome, ...] = (
+    "unknown",
+    "trusted",
+    "exact",
+    "random",
+    "coupled",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +36,14 @@ class SplitCheckResult:
     The outcome is one of these:
 
     - ``"exact"``: splitting keeps the gradient.
-    - ``"random"``: splitting would keep the gradient if the random numbers were the same, or the
-      loss function declares its items.
-    - ``"coupled"``: splitting changes the gradient, or the check could not show that it does not.
+    - ``"random"``: apart from random numbers, splitting keeps the gradient, or the numbers could
+      not be repeated but the loss function declares its items.
+    - ``"coupled"``: splitting changes the gradient, or the check could not rule this out.
     - ``"trusted"``: there was no comparison, for example because the policy turns it off.
     - ``"unknown"``: the check failed.
     """
 
-    outcome: Outcome
+    outcome: CheckOutcome
     # The relative L2 difference between the gradients, with the weights used in training.
     difference: float = float("nan")
     # Whether the loss function declares what its mean is taken over, or is a `TwoPass`.
@@ -52,8 +59,9 @@ class SplitCheckResult:
     draws: Draw = "none"
     # For "unknown", whether the reason is, or may be, a lack of memory.
     short_of_memory: bool = False
-    # The weightings that reproduce the gradient, most common first, and the weightings that do not.
+    # The weightings that reproduce the gradient, most common first.
     held: tuple[Weighting, ...] = ()
+    # The weightings that do not reproduce the gradient.
     failed: tuple[Weighting, ...] = ()
     # The names of attributes and variables that each forward pass changes.
     side_effects: tuple[str, ...] = ()
@@ -62,7 +70,7 @@ class SplitCheckResult:
     # The forbidden call that the loss function has made, if any.
     called: Called | None = None
     # For "unknown", whether the reason is that the process could not be forked.
-    not_made: bool = False
+    fork_failed: bool = False
 
     def keeps_gradient(self) -> bool:
         """Return whether a comparison has shown that splitting keeps the gradient."""
@@ -82,13 +90,13 @@ class SplitCheckResult:
         is_sum = not self.declared and self.weighting().kind == "sum"
         return bool(self.selects) and not (is_sum and self.selects == MASK)
 
-    def facts(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """Return the fields to record in an event, as JSON values."""
-        facts = asdict(self)
-        facts["held"] = [str(weighting) for weighting in self.held]
-        for name in ("failed", "side_effects", "called", "not_made"):
-            del facts[name]
-        return facts
+        fields = asdict(self)
+        fields["held"] = [str(weighting) for weighting in self.held]
+        for name in ("failed", "side_effects", "called", "fork_failed"):
+            del fields[name]
+        return fields
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:

@@ -3,7 +3,7 @@
 Before a batch is first split, a trial split of four samples shows whether splitting would change
 training. An event records the result. If splitting would change training, there is also a warning,
 or an error if the policy sets the micro-batch size. If the trial cannot be run, batches are not
-split. A run that never splits a batch makes no trial, unless the policy asks for splitting in
+split. A run that never splits a batch runs no trial, unless the policy asks for splitting in
 advance (``micro_batch_size=8``, ``forecast_micro_batch_size=8``).
 
 While batches are being split, the trial is repeated at the 1st, 2nd, 4th, 8th, ... split step, and
@@ -11,7 +11,7 @@ the worst result counts. For example, a mean over tokens looks like a mean over 
 all sentences have the same length. If a batch can distinguish weightings that were equal in all
 earlier trials, a trial is run with this batch before it is split.
 
-From time to time, a micro-batch is also compared with its two halves; see `steps_between_checks`.
+From time to time, a micro-batch is also compared with its two halves; see `choose_interval`.
 If they differ, the promise is lowered, and the next few split steps are checked too. After a second
 failure in these steps, batches are no longer split. In that case, the promise was wrong in some
 earlier steps. The event ``split_stopped`` contains the last step in which the promise is known to
@@ -21,7 +21,6 @@ have been right.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,17 +32,17 @@ from holdfast.core.events.data import Promise
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.evaluation import mixing_layers
 from holdfast.guard.splitting.hazards import (
     Hazard,
     HazardCase,
-    drops_values,
     find_hazards,
+    has_active_dropout,
     promise_of_split,
     refused_by_policy,
 )
 from holdfast.guard.splitting.loss_calls import LossCalls
 from holdfast.guard.splitting.loss_history import LossHistories, LossHistory, Report
-from holdfast.guard.splitting.split_check import mixing_layers
 from holdfast.guard.splitting.split_trials import Need, SplitTrials
 from holdfast.guard.splitting.weighting import Weighting
 from holdfast.guard.splitting.window import Window
@@ -110,11 +109,11 @@ class SplitSafety:
         )
         # Why the first batch without a batch dimension could not be split. None if there was no
         # such batch.
-        self._uncuttable: str | None = None
+        self._why_not_splittable: str | None = None
         # Functions that return a context for calling a loss function, and a `BufferKeeper` for
         # extra passes; see `LossCalls`.
-        self.inside = calls.inside
-        self.keeper = calls.keeper
+        self.forbid_training_calls = calls.forbid_training_calls
+        self.new_snapshot = calls.new_snapshot
 
     # --- the batch
 
@@ -136,12 +135,12 @@ class SplitSafety:
             if self._policy.micro_batch_size is None:
                 return None
             # By default, the first dimension of all tensors is assumed to be the batch. If that is
-            # wrong, the batch is just not split. But if the user's own setting is wrong, it is an
-            # error.
+            # wrong, the batch is just not split. A wrong setting of the user is an error. `split`
+            # is 0 by default, so any other value is the user's.
             if self._policy.micro_batch_size != "auto" or (error.rule != "H205" and split != 0):
                 raise
-            if self._uncuttable is None:
-                self._uncuttable = error.what
+            if self._why_not_splittable is None:
+                self._why_not_splittable = error.what
                 self._record.emit(run_events.CannotSplit(why=error.what, fix=error.fix))
             return None
         if size == 0:
@@ -160,14 +159,15 @@ class SplitSafety:
     def _mixing_layers(self) -> list[nn.Module]:
         return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
-    # --- may it be split?
+    # --- whether a batch may be split
 
-    def check(self, work: Work, part: int | None) -> SplitPermission:
+    def check(self, work: Work, micro_batch_size: int | None) -> SplitPermission:
         """Run the checks that are due in a step, and report what splitting promises.
 
         Args:
             work: The input of the step.
-            part: The number of samples in a micro-batch of this step. None if it is not split.
+            micro_batch_size: The number of samples in a micro-batch of this step. None if its
+                batch is not split.
 
         Returns:
             Whether the batch may be split, and whether state must be restored.
@@ -176,38 +176,40 @@ class SplitSafety:
             BatchError: H206 or H207 if the policy sets the micro-batch size and splitting would
                 change training.
         """
-        if part is not None and self._policy.micro_batch_size is None:
+        if micro_batch_size is not None and self._policy.micro_batch_size is None:
             # The micro-batch size comes from a checkpoint of a run that was allowed to split.
             return SplitPermission(tried_in_this_process=False, may_split=False)
         history = self._histories.history_of(work.loss_fn)
-        need = self._trials.need(history, work, part)
+        self._schedule_search(history)
+        need = self._trials.determine_need(history, work, micro_batch_size)
         if need is Need.NOT and not self._is_search_due(history):
             return _NOTHING_TO_CHECK
         # In a window, the function's flags may have changed since the first batch.
         history = self._histories.current_history_of(work.loss_fn)
+        self._schedule_search(history)
         history.steps += 1
-        if part is not None:
+        if micro_batch_size is not None:
             history.split_steps += 1
 
-        checks = self._trials.run_due(history, work, part, need)
+        checks = self._trials.run_due(history, work, micro_batch_size, need)
         if self._is_search_due(history):
-            history.search_after = math.inf
+            history.has_searched = True
             if history.side_effects is None:
                 # If the function starts to change state later, this is still found before a retry.
                 history.side_effects = self._trials.find_side_effects(history, work)
         self._report_side_effects(history)
 
-        refused = self._refused(history)
-        if part is not None:
-            if refused is not None:
-                self._stop_splitting(history, refused)
-            elif checks.any and not history.steps_in_doubt:
-                history.equal_until_step = self._record.global_step
-        if part is not None or history.verdict is not None:
-            self._report_promises_if_new(history, work.size, refused)
-        return SplitPermission(checks.in_this_process, refused is None)
+        blocking_hazard = self._blocking_hazard(history)
+        if micro_batch_size is not None:
+            if blocking_hazard is not None:
+                self._report_refusal(history, blocking_hazard)
+            elif checks.ran_any and not history.steps_in_doubt:
+                history.last_passed_step = self._record.global_step
+        if micro_batch_size is not None or history.result is not None:
+            self._report_promises_if_new(history, work.size, blocking_hazard)
+        return SplitPermission(checks.in_this_process, blocking_hazard is None)
 
-    def remedies(self, work: Work) -> Remedies:
+    def find_remedies(self, work: Work) -> Remedies:
         """Return the remedies that splitting offers for an out-of-memory error.
 
         This runs a trial, after which the caller must restore the random state and the buffers of
@@ -215,30 +217,30 @@ class SplitSafety:
         """
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(
-                no_split=self._uncuttable
+                no_split=self._why_not_splittable
                 or "splitting is off, because of micro_batch_size=None or a sharded model",
                 smallest=0,
             )
         history = self._histories.current_history_of(work.loss_fn)
         if work.size > 1:
             self._trials.try_split(history, work)
-        refused = self._refused(history)
+        blocking_hazard = self._blocking_hazard(history)
         if work.size > 1:
-            self._report_promises_if_new(history, work.size, refused)
+            self._report_promises_if_new(history, work.size, blocking_hazard)
         return Remedies(
-            no_split=None if refused is None else refused.why,
+            no_split=None if blocking_hazard is None else blocking_hazard.why,
             split_promise=self._promise(history),
             smallest=self.smallest_part(),
         )
 
-    def may_leave_out(self, work: Work, place: int) -> bool:
+    def try_leaving_out(self, work: Work, first_sample: int) -> bool:
         """Run a trial to find out whether a part that has a loss but no items can be left out.
 
         The caller must restore the random state and the buffers of the step afterwards.
 
         Args:
             work: The input of the step.
-            place: The position of the part's first sample.
+            first_sample: The position of the part's first sample in the batch.
 
         Returns:
             Whether the batch may still be split, without this part.
@@ -249,35 +251,35 @@ class SplitSafety:
         """
         history = self._histories.history_of(work.loss_fn)
         history.tried_empty = True
-        self._trials.try_split(history, work, empty=place)
-        refused = self._refused(history)
-        if refused is None:
+        self._trials.try_split(history, work, empty=first_sample)
+        blocking_hazard = self._blocking_hazard(history)
+        if blocking_hazard is None:
             return True
         if isinstance(self._policy.micro_batch_size, int):
-            raise refused_by_policy(self._policy.micro_batch_size, refused)
-        self._report_promises_if_new(history, work.size, refused)
+            raise refused_by_policy(self._policy.micro_batch_size, blocking_hazard)
+        self._report_promises_if_new(history, work.size, blocking_hazard)
         return False
 
     def _hazards(self, history: LossHistory) -> list[Hazard]:
         """Return the reasons not to split a batch with a loss function."""
         changed_buffers = list(self._buffers.mutable_outside_norms())
-        if history.verdict is not None and history.verdict.changed_buffer:
-            changed_buffers.append(history.verdict.changed_buffer)
+        if history.result is not None and history.result.changed_buffer:
+            changed_buffers.append(history.result.changed_buffer)
         case = HazardCase(
             mixing_layers=self._mixing_layers(),
             changed_buffers=changed_buffers,
-            verdict=history.verdict,
+            result=history.result,
         )
         return find_hazards(case)
 
-    def _refused(self, history: LossHistory) -> Hazard | None:
+    def _blocking_hazard(self, history: LossHistory) -> Hazard | None:
         """Return the first hazard that the policy does not allow, or None."""
         for hazard in self._hazards(history):
             if hazard.name not in self._policy.allow_split_with:
                 return hazard
         return None
 
-    def _stop_splitting(self, history: LossHistory, refused: Hazard) -> None:
+    def _report_refusal(self, history: LossHistory, blocking_hazard: Hazard) -> None:
         """Report that the batch of this step must not be split, although it was about to be.
 
         Raises:
@@ -286,13 +288,13 @@ class SplitSafety:
         if history.split_steps > 1:
             self._record.emit(
                 run_events.SplitStopped(
-                    why=refused.why,
-                    allow_split_with=refused.name,
-                    equal_until_step=history.equal_until_step,
+                    why=blocking_hazard.why,
+                    allow_split_with=blocking_hazard.name,
+                    equal_until_step=history.last_passed_step,
                 )
             )
         if isinstance(self._policy.micro_batch_size, int):
-            raise refused_by_policy(self._policy.micro_batch_size, refused)
+            raise refused_by_policy(self._policy.micro_batch_size, blocking_hazard)
 
     # --- what a split promises
 
@@ -303,50 +305,54 @@ class SplitSafety:
     def _promise(self, history: LossHistory) -> Promise:
         return promise_of_split(
             self._hazards(history),
-            history.verdict,
+            history.result,
             may_change_later=history.may_change_gradient_later(),
-            has_dropout=drops_values(self.parts.models.values()),
+            has_dropout=has_active_dropout(self.parts.models.values()),
         )
 
     def _report_promises_if_new(
-        self, history: LossHistory, size: int | None, refused: Hazard | None
+        self, history: LossHistory, size: int | None, blocking_hazard: Hazard | None
     ) -> None:
-        """Record what a split promises, unless this is what was reported last.
+        """Record what a split promises if it differs from the last report.
 
         Args:
             history: The history of the loss function.
             size: The number of samples in the batch.
-            refused: The hazard that forbids splitting, if any.
+            blocking_hazard: The hazard that forbids splitting, if any.
         """
-        report = Report(refused, history.weighting_of_parts(), history.may_change_gradient_later())
+        report = Report(
+            blocking_hazard, history.weighting_of_parts(), history.may_change_gradient_later()
+        )
         if report == history.reported:
             return
         history.reported = report
-        self._record.emit(self._promises(history, size, refused))
+        self._record.emit(self._promise_event(history, size, blocking_hazard))
         is_first = history.split_steps <= 1
-        if refused is not None and self._policy.micro_batch_size == "auto" and is_first:
+        if blocking_hazard is not None and self._policy.micro_batch_size == "auto" and is_first:
             self._record.emit(
-                run_events.SplitRefused(why=refused.why, allow_split_with=refused.name)
+                run_events.SplitRefused(
+                    why=blocking_hazard.why, allow_split_with=blocking_hazard.name
+                )
             )
 
-    def _promises(
-        self, history: LossHistory, size: int | None, refused: Hazard | None
+    def _promise_event(
+        self, history: LossHistory, size: int | None, blocking_hazard: Hazard | None
     ) -> run_events.Promises:
         """Return the event that contains the promise of a split, or why batches are not split."""
-        verdict = history.verdict
-        assert verdict is not None
+        result = history.result
+        assert result is not None
         split = "possible"
         split_promise: Promise | None = None
-        if refused is not None:
-            split = f"refused: {refused.why}"
+        if blocking_hazard is not None:
+            split = f"refused: {blocking_hazard.why}"
         else:
             split_promise = self._promise(history)
         return run_events.Promises(
             batch_size=size,
             split=split,
             split_promise=split_promise,
-            weighting="as declared" if verdict.declared else str(history.weighting_of_parts()),
-            split_check=verdict.facts(),
+            weighting="as declared" if result.declared else str(history.weighting_of_parts()),
+            split_check=result.event_fields(),
             # On an accelerator, side effects are not detected, so the value is None.
             side_effects=history.side_effects,
         )
@@ -355,7 +361,7 @@ class SplitSafety:
         """Return the weighting of a batch's parts, for a loss function without declared items."""
         return self._histories.history_of(loss_fn).weighting_of_parts()
 
-    def empty_is_tried(self, loss_fn: LossFunction) -> bool:
+    def may_skip_empty(self, loss_fn: LossFunction) -> bool:
         """Return whether a part without items may be left out without a trial."""
         return self._histories.history_of(loss_fn).tried_empty or not self._policy.check_split
 
@@ -365,14 +371,14 @@ class SplitSafety:
         history.timed_steps += 1
         history.timed_seconds += seconds
 
-    # --- what else a loss function does
+    # --- side effects
 
     def describe(self, loss_fn: LossFunction) -> str:
         """Return the text that identifies a loss function with its current flags.
 
         This is called once in each step.
         """
-        return self._histories.describe(loss_fn)
+        return self._histories.identify(loss_fn)
 
     def side_effects(self, work: Work) -> tuple[str, ...]:
         """Return the names of state that the loss function changes and that a retry cannot restore.
@@ -383,21 +389,24 @@ class SplitSafety:
         if history.side_effects:
             return history.side_effects
         # The loss function may have started to change state after the first steps.
-        names = self._trials.find_side_effects(history, work, logs_too=True)
+        names = self._trials.find_side_effects(history, work, include_logs=True)
         if names is None:
             names = history.side_effects
         if names is None and self._trials.can_fork():
             return ("unknown, because a trial was not possible",)
         return names or ()
 
+    def _schedule_search(self, history: LossHistory) -> None:
+        """Choose when to search for side effects, in the first step of a loss function."""
+        if history.search_after is None:
+            now = self._record.clock.monotonic_seconds()
+            history.search_after = now + SECONDS_BEFORE_SEARCH
+
     def _is_search_due(self, history: LossHistory) -> bool:
         """Return whether to search for side effects in this step, which happens once."""
-        if history.search_after == math.inf:
+        if history.has_searched or history.search_after is None:
             return False
-        now = self._record.clock.monotonic_seconds()
-        if history.search_after is None:
-            history.search_after = now + SECONDS_BEFORE_SEARCH
-        return now >= history.search_after
+        return self._record.clock.monotonic_seconds() >= history.search_after
 
     def _report_side_effects(self, history: LossHistory) -> None:
         """Report side effects once. They matter for retries and for the next resume."""
@@ -414,7 +423,7 @@ class SplitSafety:
             )
         )
 
-    def called(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
+    def call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
         """Call a function with the batch, or with a copy if the function may change it.
 
         Args:
@@ -435,7 +444,7 @@ class SplitSafety:
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
         """Return an H208 error for a loss function that changed a batch that must be retried."""
-        self.notice_change(loss_fn)
+        self.note_batch_change(loss_fn)
         return BatchError(
             "loss_fn changed the tensors of its batch in place, and the step ran out of memory",
             limit="a step can be retried only with an unchanged batch",
@@ -446,6 +455,6 @@ class SplitSafety:
             rule="H208",
         )
 
-    def notice_change(self, loss_fn: LossFunction) -> None:
+    def note_batch_change(self, loss_fn: LossFunction) -> None:
         """Record that a loss function changes its batch, so that it receives copies from now on."""
         self._histories.history_of(loss_fn).changes_batch = True

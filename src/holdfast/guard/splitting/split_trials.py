@@ -8,6 +8,7 @@ This module also decides in which steps a trial is due. `LossHistory` keeps the 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -17,10 +18,12 @@ from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.evaluation import LossEvaluator
+from holdfast.guard.splitting.forked_check import run_check, run_in_copy
 from holdfast.guard.splitting.loss_calls import LossCalls
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.splitting.loss_history import LossHistory
-from holdfast.guard.splitting.split_check import TELLING, SplitCheck, attempted, in_a_copy
+from holdfast.guard.splitting.split_check import MIN_DISAGREEMENT, SplitCheck
 from holdfast.guard.splitting.split_result import SplitCheckResult
 from holdfast.guard.splitting.weighting import (
     Weighting,
@@ -33,15 +36,15 @@ from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import isolated
 from holdfast.loader.splitting import micro_batches
 
-# A batch is cut into this many pieces to find out whether it distinguishes weightings.
-_PIECES = 8
-# Up to this number, every batch that distinguishes weightings is tried. After that, only the 32nd,
-# the 64th, and so on are tried.
-_ALWAYS = 16
+# A batch is cut into at most this many pieces to find out whether it distinguishes weightings.
+_NUM_PIECES = 8
+# The first 16 batches that distinguish weightings are all tried, and after that the 32nd, the 64th,
+# and so on.
+_ALWAYS_TRIED = 16
 
 
 class Need(Enum):
-    """Whether a step needs to know what splitting its batch would do."""
+    """When the effect of splitting a step's batch must be known."""
 
     # The step splits its batch, or weights the batches of a window.
     NOW = auto()
@@ -56,7 +59,7 @@ class ChecksRun:
     """The checks that were run in a step."""
 
     # Whether there were any.
-    any: bool
+    ran_any: bool
     # Whether one of them ran in this process rather than in a forked copy, so that buffers and
     # random state must be restored.
     in_this_process: bool
@@ -69,7 +72,7 @@ class SplitTrials:
         parts: The models, optimizers and additional state of the run.
         policy: The policy of the run.
         record: The record that receives events.
-        calls: Prepares calls of loss functions.
+        calls: Provides the contexts in which loss functions are called.
         may_fork: Whether checks may run in a forked copy of this process.
         alone: Function that returns a context in which this rank runs the model without the others.
     """
@@ -97,17 +100,20 @@ class SplitTrials:
         )
         self._reported_no_copy = False
 
-    # --- when
+    # --- which checks are due
 
-    def need(self, history: LossHistory, work: Work, part: int | None) -> Need:
-        """Return whether a step needs a trial.
+    def determine_need(
+        self, history: LossHistory, work: Work, micro_batch_size: int | None
+    ) -> Need:
+        """Return when this step needs to know the effect of splitting.
 
         Args:
             history: The history of the loss function.
             work: The input of the step.
-            part: The number of samples in a micro-batch of this step. None if it is not split.
+            micro_batch_size: The number of samples in a micro-batch of this step. None if its
+                batch is not split.
         """
-        if part is not None:
+        if micro_batch_size is not None:
             return Need.NOW
         # The batches of a window must be weighted even if none of them is split.
         is_weighted = (
@@ -116,7 +122,7 @@ class SplitTrials:
         if not is_weighted and not self._asked_in_advance:
             return Need.NOT
         is_off = self._policy.micro_batch_size is None or work.size in (None, 1)
-        if is_off or history.has_verdict():
+        if is_off or history.has_result():
             return Need.NOT
         if is_weighted:
             return Need.NOW
@@ -124,37 +130,44 @@ class SplitTrials:
         # needed.
         return Need.IN_ADVANCE if self.can_fork(for_trial=True) else Need.NOT
 
-    def run_due(self, history: LossHistory, work: Work, part: int | None, need: Need) -> ChecksRun:
+    def run_due(
+        self, history: LossHistory, work: Work, micro_batch_size: int | None, need: Need
+    ) -> ChecksRun:
         """Run the checks that are due in a step.
 
         Args:
             history: The history of the loss function, which receives the results.
             work: The input of the step.
-            part: The number of samples in a micro-batch of this step. None if it is not split.
-            need: The result of `need` for this step.
+            micro_batch_size: The number of samples in a micro-batch of this step. None if its
+                batch is not split.
+            need: The result of `determine_need` for this step.
         """
         if need is Need.NOT:
-            return ChecksRun(any=False, in_this_process=False)
-        trial_is_due = self._is_trial_due(history, work, part, need)
+            return ChecksRun(ran_any=False, in_this_process=False)
+        trial_is_due = self._is_trial_due(history, work, micro_batch_size, need)
         ran_here = False
         if trial_is_due:
             ran_here = self.try_split(history, work, needed_now=need is Need.NOW)
-        must_compare = part is not None and self._is_comparison_due(history, has_tried=trial_is_due)
-        if part is not None and must_compare:
-            ran_here |= self._compare_halves(history, work, part)
-        return ChecksRun(any=trial_is_due or must_compare, in_this_process=ran_here)
+        must_compare = micro_batch_size is not None and self._is_comparison_due(
+            history, has_tried=trial_is_due
+        )
+        if micro_batch_size is not None and must_compare:
+            ran_here |= self._compare_halves(history, work, micro_batch_size)
+        return ChecksRun(ran_any=trial_is_due or must_compare, in_this_process=ran_here)
 
-    def _is_trial_due(self, history: LossHistory, work: Work, part: int | None, need: Need) -> bool:
+    def _is_trial_due(
+        self, history: LossHistory, work: Work, micro_batch_size: int | None, need: Need
+    ) -> bool:
         """Return whether a trial with four samples is due in this step."""
-        is_first = need is Need.NOW and history.verdict is None
-        if part is None:
+        is_first = need is Need.NOW and history.result is None
+        if micro_batch_size is None:
             return is_first or _is_power_of_two(history.steps)
         is_due = is_first or _is_power_of_two(history.split_steps)
         if not is_due and self._distinguishes_weightings(history, work):
             history.distinguishing_steps += 1
             count = history.distinguishing_steps
-            is_due = count <= _ALWAYS or _is_power_of_two(count)
-        if not history.tried_empty and self._has_empty_part(history, work, part):
+            is_due = count <= _ALWAYS_TRIED or _is_power_of_two(count)
+        if not history.tried_empty and self._has_empty_part(history, work, micro_batch_size):
             # The first part without items in a run must be included in a trial.
             history.tried_empty = True
             is_due = True
@@ -166,27 +179,26 @@ class SplitTrials:
         To find out, entries in the batch's integer tensors and masks are counted. If items are
         declared, the result is False.
         """
-        verdict = history.verdict
+        result = history.result
         size = work.size
-        if verdict is None or not verdict.keeps_gradient() or verdict.declared:
+        if result is None or not result.keeps_gradient() or result.declared:
             return False
         if size is None or size < 2:
             return False
         batch = largest_of(work.batch, work.split)
-        candidates = dict.fromkeys([*verdict.held, *find_weightings(batch, size)])
-        remaining = [weighting for weighting in candidates if weighting not in verdict.failed]
+        candidates = dict.fromkeys([*result.held, *find_weightings(batch, size)])
+        remaining = [weighting for weighting in candidates if weighting not in result.failed]
         if len(remaining) < 2 or callable(work.split):
             return False
-        # Round the size of a piece up, so that there are at most `_PIECES` pieces.
-        pieces = micro_batches(batch, size, -(-size // _PIECES), work.split)
-        return disagreement(remaining, pieces) > TELLING
+        pieces = micro_batches(batch, size, math.ceil(size / _NUM_PIECES), work.split)
+        return disagreement(remaining, pieces) > MIN_DISAGREEMENT
 
-    def _has_empty_part(self, history: LossHistory, work: Work, part: int) -> bool:
+    def _has_empty_part(self, history: LossHistory, work: Work, micro_batch_size: int) -> bool:
         """Return whether a micro-batch of this step has no items."""
         if work.size is None or callable(work.split):
             return False
         batch = largest_of(work.batch, work.split)
-        parts = micro_batches(batch, work.size, part, work.split)
+        parts = micro_batches(batch, work.size, micro_batch_size, work.split)
         return bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
 
     def _is_comparison_due(self, history: LossHistory, *, has_tried: bool) -> bool:
@@ -199,17 +211,17 @@ class SplitTrials:
             history: The history of the loss function.
             has_tried: Whether a trial with four samples was due in this step.
         """
-        verdict = history.verdict
-        if not self._policy.check_split or history.split_steps < 2 or verdict is None:
+        result = history.result
+        if not self._policy.check_split or history.split_steps < 2 or result is None:
             return False
-        if not verdict.keeps_gradient():
-            # With any other outcome, a split makes no promise that could turn out to be wrong.
+        if not result.keeps_gradient():
+            # Any other outcome makes no promise, so there is nothing to verify.
             return False
         if has_tried or history.steps_in_doubt > 0:
             return True
         return history.split_steps % history.steps_between_checks == 0
 
-    # --- what
+    # --- the checks
 
     def try_split(
         self,
@@ -233,17 +245,18 @@ class SplitTrials:
             restored.
         """
         if not self._policy.check_split:
-            history.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
+            history.result = SplitCheckResult(outcome="trusted", why="check_split=False")
             return False
         assert work.size is not None
         size = work.size
         batch = largest_of(work.batch, work.split)
         if isinstance(work.batch, Window):
+            # The trial uses only one batch of the window, and the part may be in another one.
             empty = None
         result, ran_here = self._run(
             history, work, lambda check: check.run(batch, size, empty), needed_now=needed_now
         )
-        if result.not_made:
+        if result.fork_failed:
             # There is no result yet, so the first split runs the trial again.
             return ran_here
         history.add_trial(result)
@@ -251,59 +264,63 @@ class SplitTrials:
             history.add_side_effects(result.side_effects)
         return ran_here
 
-    def _compare_halves(self, history: LossHistory, work: Work, part: int) -> bool:
+    def _compare_halves(self, history: LossHistory, work: Work, micro_batch_size: int) -> bool:
         """Compare a micro-batch of this step with its two halves.
 
         Returns:
-            Whether the comparison has run in this process, as `try_split`.
+            Whether the comparison has run in this process, as for `try_split`.
         """
         assert work.size is not None
         batch = largest_of(work.batch, work.split)
         clock = self._record.clock
-        # A micro-batch of one sample has no halves. Take a different micro-batch each time.
-        parts = micro_batches(batch, work.size, max(2, part), work.split)
-        candidates = [(piece, samples) for piece, samples in parts if samples > 1]
-        piece, samples = candidates[history.later_checks % len(candidates)]
-        history.later_checks += 1
+        # A micro-batch of one sample has no halves.
+        parts = micro_batches(batch, work.size, max(2, micro_batch_size), work.split)
+        candidates = [(part, num_samples) for part, num_samples in parts if num_samples > 1]
+        # Take a different micro-batch each time.
+        micro_batch, num_samples = candidates[history.num_comparisons % len(candidates)]
+        history.num_comparisons += 1
 
         started = clock.monotonic_seconds()
         comparison, ran_here = self._run(
-            history, work, lambda check: check.compare_halves(piece, samples), needed_now=False
+            history,
+            work,
+            lambda check: check.compare_halves(micro_batch, num_samples),
+            needed_now=False,
         )
         history.add_comparison(comparison)
         history.schedule_next_comparison(clock.monotonic_seconds() - started)
         return ran_here
 
     def find_side_effects(
-        self, history: LossHistory, work: Work, *, logs_too: bool = False
+        self, history: LossHistory, work: Work, *, include_logs: bool = False
     ) -> tuple[str, ...] | None:
         """Return the names of state that a forward pass changes, or None if this is unknown.
 
-        Without a forked copy, it stays unknown.
+        It is always None if the process cannot be forked.
 
         Args:
             history: The history of the loss function.
             work: The input of the step.
-            logs_too: Whether to include changes that do not affect the next loss.
+            include_logs: Whether to include changes that do not affect the next loss.
         """
         if not self.can_fork():
             return None
         check = self._split_check(history, work, in_a_copy=True)
         size = work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
-        result = in_a_copy(
-            lambda: attempted(lambda: check.detect_side_effects(batch, size, logs_too=logs_too))
+        result = run_in_copy(
+            lambda: check.detect_side_effects(batch, size, include_logs=include_logs)
         )
         if result.outcome == "unknown" and size is not None:
             # A trial with few samples may fail, for example if a state has one row per sample.
-            result = in_a_copy(
-                lambda: attempted(lambda: check.detect_side_effects(batch, None, logs_too=logs_too))
+            result = run_in_copy(
+                lambda: check.detect_side_effects(batch, None, include_logs=include_logs)
             )
         if result.called:
             raise called_inside(result.called)
         return None if result.outcome == "unknown" else result.side_effects
 
-    # --- where
+    # --- in a fork or in this process
 
     def _run(
         self,
@@ -327,15 +344,15 @@ class SplitTrials:
         result = None
         if self.can_fork(for_trial=True):
             check = self._split_check(history, work, in_a_copy=True)
-            result = in_a_copy(lambda: attempted(lambda: run(check)))
-            if result.not_made:
+            result = run_in_copy(lambda: run(check))
+            if result.fork_failed:
                 self._report_no_copy(result.why)
-        runs_here = result is None or (result.not_made and needed_now)
+        runs_here = result is None or (result.fork_failed and needed_now)
         if runs_here:
             check = self._split_check(history, work, in_a_copy=False)
             # The caller restores the buffers and the random state of accelerators.
             with isolated(), self._alone():
-                result = attempted(lambda: run(check))
+                result = run_check(lambda: run(check))
         assert result is not None
         if result.called:
             raise called_inside(result.called)
@@ -367,18 +384,21 @@ class SplitTrials:
         """Return a new `SplitCheck` for the loss function of a step."""
         held: tuple[Weighting, ...] = ()
         has_passed = False
-        if history.verdict is not None:
-            held = history.verdict.held
-            has_passed = history.verdict.keeps_gradient()
-        return SplitCheck(
+        if history.result is not None:
+            held = history.result.held
+            has_passed = history.result.keeps_gradient()
+        evaluator = LossEvaluator(
             loss_fn=work.loss_fn,
             split=work.split,
             models=self._parts.models,
-            states=self._calls.keeper().states,
+            states=self._calls.new_snapshot().states,
             parameters=work.parameters,
             calling=self._calls.calling,
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=in_a_copy,
+        )
+        return SplitCheck(
+            evaluator=evaluator,
             earlier_weightings=held,
             has_passed=has_passed,
         )

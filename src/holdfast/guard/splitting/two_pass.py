@@ -66,9 +66,9 @@ class TwoPassRun:
     call: Call
     # Function that runs backward from a loss into the given tensors. None means all tensors.
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    # Function that returns a new `BufferKeeper`. Each part must change buffers and
-    # states only once, although its forward pass runs twice.
-    keeper: Callable[[], BufferKeeper]
+    # Function that returns a new `BufferKeeper`. Each part must change buffers and states only
+    # once, although its forward pass runs twice.
+    new_snapshot: Callable[[], BufferKeeper]
     # The accelerators whose random state is restored.
     devices: Sequence[torch.device]
     # Function that returns the parameters that may receive gradients, called before each backward.
@@ -90,7 +90,7 @@ class TwoPassRun:
         Returns:
             The loss over all samples.
         """
-        first_buffers = self.keeper()
+        first_buffers = self.new_snapshot()
         first_buffers.keep()
         joined, states = self._first_pass(split_loss, parts)
         terms = read_loss(
@@ -107,7 +107,7 @@ class TwoPassRun:
             inputs = [*outputs, *inputs]
         self.backward(terms.total(), inputs)
 
-        last_buffers = self.keeper()
+        last_buffers = self.new_snapshot()
         last_buffers.keep()
         last_random_state = capture(self.devices)
         first_buffers.put_back()

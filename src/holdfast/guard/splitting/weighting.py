@@ -177,14 +177,14 @@ def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[floa
 
 
 def with_an_empty_one(
-    weighting: Weighting, parts: Sequence[tuple[Any, int]], most: int
+    weighting: Weighting, parts: Sequence[tuple[Any, int]], max_parts: int
 ) -> list[int]:
     """Choose some parts, the last of which has weight 0, and return their positions.
 
     Args:
         weighting: What the mean of the loss is taken over.
         parts: The parts, with the number of samples in each.
-        most: The maximum number of positions to return.
+        max_parts: The maximum number of positions to return.
 
     Returns:
         The positions, or an empty list if no part has weight 0.
@@ -194,7 +194,7 @@ def with_an_empty_one(
         return []
     others = [position for position, weight in enumerate(weights) if weight]
     # Leave one position for the part with weight 0.
-    return [*others[: most - 1], weights.index(0.0)]
+    return [*others[: max_parts - 1], weights.index(0.0)]
 
 
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:

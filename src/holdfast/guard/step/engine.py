@@ -252,7 +252,7 @@ class StepEngine:
                 self._clip(attempt.groups, attempt.norms)
             outcome = self.outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
-                self._safety.notice_change(work.loss_fn)
+                self._safety.note_batch_change(work.loss_fn)
             # Do this before any weight changes, so that the step can still be undone after an
             # error.
             self.attempts.note_changes(work)

@@ -130,7 +130,7 @@ class Passes:
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             self._ranks.check_terms(terms)
             return PassResult(terms.total().detach(), terms.read()[1][0])
-        tried = self._safety.empty_is_tried(loss_fn)
+        tried = self._safety.may_skip_empty(loss_fn)
         extra: list[tuple[int | None, Any]] = []
         size = sum(samples for _, samples in parts)
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
@@ -192,7 +192,7 @@ class Passes:
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
-            keeper=self._safety.keeper,
+            new_snapshot=self._safety.new_snapshot,
             devices=self._devices,
             inputs=inputs,
         )
@@ -203,7 +203,7 @@ class Passes:
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
         """Return the number of items of each term in these parts, without changing any state."""
         random_state = capture(self._devices)
-        buffers = self._safety.keeper()
+        buffers = self._safety.new_snapshot()
         buffers.keep()
         read = without_graph(
             lambda: [
@@ -221,11 +221,11 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        with self._safety.inside():
+        with self._safety.forbid_training_calls():
             if self._precision == "fp32":
-                return self._safety.called(loss_fn, function, fresh(part))
+                return self._safety.call(loss_fn, function, fresh(part))
             with autocast(self._device_type, self._precision):
-                return self._safety.called(loss_fn, function, fresh(part))
+                return self._safety.call(loss_fn, function, fresh(part))
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
         # `reached` is the ``inputs`` argument for ``backward``: the parameters that may receive

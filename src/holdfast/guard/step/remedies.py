@@ -86,7 +86,7 @@ class StepRemedies:
 
     def _leave_out_or_stop_splitting(self, work: Work, failure: PartWithoutItems) -> None:
         """Run a trial with a part without items. If it must not be left out, stop splitting."""
-        may_split = self._safety.may_leave_out(work, failure.place)
+        may_split = self._safety.try_leaving_out(work, failure.place)
         self._attempts.restore(work)
         if not may_split:
             self._ladder.without_split()
@@ -189,7 +189,7 @@ class StepRemedies:
             return Remedies(
                 recompute=modules, recompute_promise=promise, split_promise=split_promise
             )
-        remedies = self._safety.remedies(work)
+        remedies = self._safety.find_remedies(work)
         self._attempts.restore(work)
         return replace(remedies, recompute=modules, recompute_promise=promise)
 

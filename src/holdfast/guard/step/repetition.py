@@ -170,7 +170,7 @@ class Repetition:
 
     def _keep_first_pass(self, work: Work, attempt: StepAttempt) -> _FirstPass:
         """Copy the result of the first pass and the state at its end."""
-        buffers = self._attempts.safety.keeper()
+        buffers = self._attempts.safety.new_snapshot()
         buffers.keep()
         return _FirstPass(
             # A CUDA graph would overwrite the loss and the gradients in its next run.
