@@ -6,10 +6,12 @@ Each test is a script as people write it, with a bad batch where the late decisi
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,3 +259,55 @@ def test_reading_an_older_result_leaves_the_newest_step_undecided(tmp_path: Path
         assert guard.global_step == 4
         assert results[3].skipped
         assert guard.global_step == 3
+
+
+def test_another_thread_may_read_results(tmp_path: Path) -> None:
+    """It reads what the device has decided, and leaves the recovery to the thread that trains."""
+    training = Training()
+    with training.guard(tmp_path, "late") as guard:
+        good, bad = batches(2, bad=[1])
+        guard.step(good, training.loss)
+        result = guard.step(bad, training.loss)
+        values: list[Any] = []
+
+        def log() -> None:
+            values.extend([result.loss.isnan().item(), result.skipped, result.loss.item()])
+            values.append(guard.statistics().skipped_steps)
+
+        logger = threading.Thread(target=log)
+        logger.start()
+        logger.join()
+
+        assert values[:2] == [True, True]
+        assert values[3] == 0
+        assert guard.global_step == 2
+        assert guard.statistics().skipped_steps == 1
+        assert guard.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda guard, result: result.skipped,
+        lambda guard, result: math.isnan(result.loss),
+        lambda guard, result: guard.statistics().skipped_steps > 1,
+    ],
+)
+def test_a_loss_function_may_read_the_last_result(tmp_path: Path, read: Any) -> None:
+    """If the last step was refused, it is repeated first, and the attempt is made again."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(run_dir, decide)
+        result = None
+        for batch in batches(12, bad=[5, 8, 9]):
+
+            def loss_fn(part: Batch, last: Any = result) -> torch.Tensor:
+                factor = 0.5 if last is not None and read(guard, last) else 1.0
+                return training.loss(part) * factor
+
+            result = guard.step(batch, loss_fn)
+        guard.close()
+        return guard, [*training.state(), torch.rand(())]
+
+    assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 3

@@ -7,6 +7,7 @@ comes first.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, SkipStep
-from holdfast.guard.decision import UnreadAttempt, is_repetition
+from holdfast.guard.decision import Readout, UnreadAttempt, is_repetition
 from holdfast.guard.phase import Phase
 from holdfast.guard.result import (
     Outcome,
@@ -27,8 +28,12 @@ from holdfast.guard.result import (
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.surroundings import Surroundings
-from holdfast.guard.run.undecided import StepCall, UndecidedResult, UndecidedStep
-from holdfast.guard.splitting.loss_functions import called_inside
+from holdfast.guard.run.undecided import (
+    Settlement,
+    StepCall,
+    UndecidedResult,
+    UndecidedStep,
+)
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
@@ -40,10 +45,20 @@ from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import GradientFacts
 from holdfast.recorder.black_box import StepMark
 
+# The reason of a refused step, for a thread that reads it before it was repeated.
+_NOT_RECOVERED = "the device has refused the step, which is still to be repeated"
 _CHANGED_SINCE = (
     "the batch was changed in place before the result of the step was read, so the step cannot be"
     " replayed"
 )
+
+
+class _EarlierStepRefused(BaseException):
+    """The loss function of a step has asked for the result of the step before, which was refused.
+
+    It ends the attempt, which is then made again. It is no Exception, so that the loss function
+    does not handle it.
+    """
 
 
 class Steps:
@@ -291,8 +306,21 @@ class Steps:
             self._accept(undecided)
             return
         if self.session.state.is_attempting:
-            raise called_inside("step")
+            raise _EarlierStepRefused
         self._repeat(undecided)
+
+    def settle_to_read(self) -> None:
+        """Settle if this thread has run the undecided step.
+
+        Another thread, which logs results for example, must not repeat a step while the thread
+        that trains is running the next one.
+
+        Raises:
+            HoldfastError: For the same reasons as `settle`.
+        """
+        undecided = self._undecided
+        if undecided is None or undecided.thread == threading.get_ident():
+            self.settle()
 
     def _launch_or_decide(self, call: StepCall) -> Outcome | UndecidedStep:
         """Run a step without reading its result, unless the result turns out to be needed now.
@@ -301,7 +329,11 @@ class Steps:
         """
         work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
         settle = partial(self._settle_in_step, work)
-        attempt = self.engine.attempt_unread(work, settle)
+        try:
+            attempt = self.engine.attempt_unread(work, settle)
+        except _EarlierStepRefused:
+            # The attempt was taken back, but it is still to be made again.
+            self.engine.begin_again(work)
         try:
             is_valid = settle()
         except BaseException as error:
@@ -338,8 +370,23 @@ class Steps:
             mark=self.recovery.samples.mark(),
             global_step=self._record.global_step + 1,
             seconds=self._clock.monotonic_seconds() - call.started,
-            result=UndecidedResult(attempt, work.attempts, self.settle),
+            result=UndecidedResult(
+                attempt,
+                work.attempts,
+                Settlement(
+                    self.settle_to_read, partial(self._preliminary_result, work, attempt, readout)
+                ),
+            ),
+            thread=threading.get_ident(),
         )
+
+    def _preliminary_result(
+        self, work: Work, attempt: UnreadAttempt, readout: Readout
+    ) -> StepResult:
+        """Return what is known about an undecided step without deciding it."""
+        read_attempt = attempt.with_facts(readout.facts())
+        reason = _NOT_RECOVERED if readout.was_refused() else None
+        return self.engine.outcome(work, read_attempt, committed=reason is None).result(reason)
 
     def _leave_undecided(self, undecided: UndecidedStep) -> StepResult:
         """Count a step that was launched, until its result is known."""

@@ -43,20 +43,36 @@ class Settlement:
 
     Args:
         settle: Function that reads the result of the undecided step, and recovers if it was
-            refused.
+            refused. It does nothing in another thread than that of the step.
+        preliminary_result: Function that returns what is known about the step if `settle` does
+            nothing.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, settle: Callable[[], None], preliminary_result: Callable[[], StepResult]
+    ) -> None:
         self._settle: Callable[[], None] | None = settle
+        self._preliminary_result = preliminary_result
 
     def __call__(self) -> None:
         """Decide the step if it is undecided."""
-        if self._settle is not None:
-            self._settle()
+        # Another thread may decide the step in the meantime.
+        settle = self._settle
+        if settle is not None:
+            settle()
 
-    def end(self) -> None:
-        """Note that the step is decided. Results that a script keeps then no longer refer to it."""
+    def preliminary_result(self) -> StepResult:
+        """Return what is known about the step, which was not decided."""
+        return self._preliminary_result()
+
+    def end(self, final: StepResult) -> None:
+        """Note that the step is decided. Results that a script keeps then no longer refer to it.
+
+        Args:
+            final: The result of the step.
+        """
         self._settle = None
+        self._preliminary_result = lambda: final
 
 
 class UndecidedResult(StepResult):
@@ -67,18 +83,17 @@ class UndecidedResult(StepResult):
     Args:
         attempt: The attempt at the step.
         attempts: The number of attempts.
-        settle: Function that reads the result of the step, and recovers if it was refused.
+        settlement: Decides the step.
     """
 
-    __slots__ = ("_final", "_settle")
+    __slots__ = ("_final", "_settlement")
 
     # The final result. None until the step is decided.
     _final: StepResult | None
-    _settle: Settlement
+    _settlement: Settlement
 
-    def __init__(self, attempt: UnreadAttempt, attempts: int, settle: Callable[[], None]) -> None:
-        settlement = Settlement(settle)
-        self._set("_settle", settlement)
+    def __init__(self, attempt: UnreadAttempt, attempts: int, settlement: Settlement) -> None:
+        self._set("_settlement", settlement)
         self._set("_final", None)
         self._set("loss", LateLoss.of(attempt.passed.loss, settlement))
         self._set("items", attempt.passed.items)
@@ -101,7 +116,7 @@ class UndecidedResult(StepResult):
         if repeated:
             for name in _KNOWN_AT_ONCE:
                 self._set(name, getattr(final, name))
-        self._settle.end()
+        self._settlement.end(final)
 
     def __reduce__(self) -> Any:
         copy = self._decided_copy()
@@ -121,8 +136,10 @@ class UndecidedResult(StepResult):
 
     def _decided(self) -> StepResult:
         if self._final is None:
-            self._settle()
-        assert self._final is not None
+            self._settlement()
+        if self._final is None:
+            # Another thread reads this, or a scheduler while the step is being decided.
+            return self._settlement.preliminary_result()
         return self._final
 
     @property
@@ -167,6 +184,8 @@ class UndecidedStep:
     # The duration of the call to `Guard.step`, in seconds.
     seconds: float
     result: UndecidedResult
+    # The identifier of the thread that has called `Guard.step`.
+    thread: int
 
 
 def _result_of(values: Mapping[str, Any]) -> StepResult:
