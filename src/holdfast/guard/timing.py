@@ -229,6 +229,13 @@ def buffer_without_copy(end: StepEnd) -> Reason | None:
     return Reason(why="the loss function replaces a buffer, or changes one for the first time")
 
 
+def frozen_parameters_have_changed(end: StepEnd) -> Reason | None:
+    """Frozen parameters may begin to change in any step, such as after a warm-up."""
+    if not end.context.buffers.states.frozen_parameters_have_changed():
+        return None
+    return Reason(why="the loss function changes frozen parameters")
+
+
 def parameter_without_state(end: StepEnd) -> Reason | None:
     """The first step of a parameter creates its state, which would remain if it were refused."""
     for name in end.work.names:
@@ -264,6 +271,7 @@ def changed_batch(end: StepEnd) -> Reason | None:
 
 END_RULES: tuple[EndRule, ...] = (
     buffer_without_copy,
+    frozen_parameters_have_changed,
     parameter_without_state,
     repetition_is_due,
     changed_batch,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.guard.guarded import assert_same, kinds_of
+from tests.unit.guard.guarded import assert_same, kinds_of, tensors_of
 from tests.unit.guard.test_decided_late import (
     Batch,
     Training,
@@ -311,3 +311,68 @@ def test_a_loss_function_may_read_the_last_result(tmp_path: Path, read: Any) -> 
         return guard, [*training.state(), torch.rand(())]
 
     assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 3
+
+
+# --- what the forward pass changes
+
+
+class WithMemory(nn.Module):
+    """A layer that appends each batch to a buffer, without assigning another tensor to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.register_buffer("memory", torch.zeros(1, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        self.memory.data = torch.cat([self.memory.data, outputs[:1].detach()])
+        return outputs + self.memory.mean(0)
+
+
+class WithMomentumEncoder(nn.Module):
+    """A layer beside a frozen one, which follows the first one after a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.target = nn.Linear(16, 4).requires_grad_(False)
+        self.is_warm = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.is_warm:
+            with torch.no_grad():
+                # A bad batch makes the target NaN.
+                self.target.weight.lerp_(self.layer.weight, 0.1 + 0.0 * inputs.mean())
+        return self.layer(inputs) + self.target(inputs)
+
+
+@pytest.mark.parametrize("model_class", [WithMemory, WithMomentumEncoder])
+def test_a_forward_pass_that_cannot_be_gated_is_decided_now(
+    tmp_path: Path, model_class: type[nn.Module]
+) -> None:
+    """A buffer that grows and frozen weights that begin to move are restored after a bad step."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = model_class()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        guard = holdfast.Guard(
+            run_dir,
+            model=model,
+            optimizer=optimizer,
+            decide=decide,
+            diagnose=False,
+            save_interval_steps=None,
+        )
+        for number, (inputs, labels) in enumerate(batches(12, bad=[6, 9])):
+            model.is_warm = number >= 6
+            guard.step(
+                (inputs, labels),
+                lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+            )
+        guard.close()
+        assert ("decided_now" in kinds_of(guard)) == (decide == "late")
+        return guard, tensors_of(model, optimizer)
+
+    assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 2

@@ -128,6 +128,7 @@ class StepEngine:
                 result of any further attempt is read.
         """
         work.before_retry = before_retry
+        self.buffers.states.note_frozen_parameters()
         try:
             return self._attempt_until_it_fits(work)
         except BaseException as error:
