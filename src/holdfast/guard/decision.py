@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from holdfast.core.containers import children_of, rebuild
 from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.numerics.gradients import GradientFacts, Group, Measurement
 
@@ -48,6 +49,14 @@ class UnreadAttempt:
     measurement: Measurement
     # The largest number of samples in one pass, or None if unknown.
     micro_batch_size: int | None
+
+    def copy_outputs(self) -> None:
+        """Replace what the loss function has returned by copies, which nothing overwrites.
+
+        A CUDA graph overwrites its outputs when it is replayed.
+        """
+        extra = None if self.passed.extra is None else _cloned(self.passed.extra)
+        self.passed = self.passed._replace(loss=self.passed.loss.clone(), extra=extra)
 
     def with_facts(self, facts: GradientFacts) -> StepAttempt:
         """Return the attempt with the values that the host has read."""
@@ -213,16 +222,16 @@ class LateLoss(torch.Tensor):
 
     @classmethod
     def of(cls, loss: torch.Tensor, settle: Callable[[], None]) -> torch.Tensor:
-        """Return a late copy of a loss, or a plain copy of a tensor subclass, such as a DTensor.
+        """Return a late view of a loss, or the loss itself if it is a tensor subclass.
 
         Args:
-            loss: The loss, shape ``()``, detached. A copy is necessary because a CUDA graph
-                overwrites its outputs when it is replayed.
+            loss: The loss, shape ``()``, detached.
             settle: Function that reads the result of the step.
         """
         if type(loss) is not torch.Tensor:
-            return loss.clone()
-        late: LateLoss = torch.Tensor._make_subclass(cls, loss.clone())
+            # A DTensor, for example, cannot be viewed in this way.
+            return loss
+        late: LateLoss = torch.Tensor._make_subclass(cls, loss)
         late._settle = settle
         return late
 
@@ -270,3 +279,13 @@ class LateLoss(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.Tensor.__reduce_ex__(self._read(), protocol)  # type: ignore[no-untyped-call]
+
+
+def _cloned(tree: Any) -> Any:
+    """Return a copy of a tree of tensors, so that a replayed CUDA graph cannot overwrite it."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    children = children_of(tree)
+    if not children:
+        return tree
+    return rebuild(tree, {key: _cloned(child) for key, child in children.items()})

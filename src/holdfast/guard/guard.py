@@ -269,9 +269,9 @@ class Guard:
         """Return a snapshot of the run's totals.
 
         With fp16, this synchronizes with the device once. If the result of the last step is not
-        known yet, this waits for it.
+        known yet, this waits for it. In another thread, that step is counted as committed.
         """
-        self._settle()
+        self._settle_to_read()
         return self._session.statistics()
 
     def _settle(self) -> None:
@@ -279,9 +279,14 @@ class Guard:
         with naming_lack_of_memory("running a step"):
             self._steps.settle()
 
+    def _settle_to_read(self) -> None:
+        """Read the result of the last step, unless another thread runs the steps."""
+        with naming_lack_of_memory("running a step"):
+            self._steps.settle_to_read()
+
     def events(self) -> list[Event]:
         """Return all events of the run, oldest first, including those of earlier processes."""
-        self._settle()
+        self._settle_to_read()
         return self._record.events()
 
     def request_stop(self, reason: str = "requested") -> None:

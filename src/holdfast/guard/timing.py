@@ -229,6 +229,13 @@ def buffer_without_copy(end: AfterBackward) -> Reason | None:
     return Reason(why="the loss function replaces a buffer, or changes one for the first time")
 
 
+def frozen_parameters_have_changed(end: AfterBackward) -> Reason | None:
+    """Frozen parameters may begin to change in any step, such as after a warm-up."""
+    if not end.context.buffers.states.frozen_parameters_have_changed():
+        return None
+    return Reason(why="the loss function changes frozen parameters")
+
+
 def parameter_without_state(end: AfterBackward) -> Reason | None:
     """A parameter's first step creates its state, which a refused step would leave behind."""
     for name in end.work.names:
@@ -262,6 +269,7 @@ def changed_batch(end: AfterBackward) -> Reason | None:
 
 AFTER_BACKWARD_RULES: tuple[AfterBackwardRule, ...] = (
     buffer_without_copy,
+    frozen_parameters_have_changed,
     parameter_without_state,
     repetition_is_due,
     changed_batch,

@@ -6,10 +6,12 @@ Each test is a script as people write it, with a bad batch where the late decisi
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.guard.guarded import assert_same
+from tests.unit.guard.guarded import assert_same, kinds_of, tensors_of
 from tests.unit.guard.test_decided_late import (
     Batch,
     Training,
@@ -27,6 +29,7 @@ from tests.unit.guard.test_decided_late import (
     numbered,
     poisoned,
 )
+from torch import nn
 
 import holdfast
 from holdfast.checkpoint.background import wait_for_jobs
@@ -252,3 +255,120 @@ def test_reading_an_older_result_leaves_the_newest_step_undecided(tmp_path: Path
         assert guard.global_step == 4
         assert results[3].skipped
         assert guard.global_step == 3
+
+
+def test_another_thread_may_read_results(tmp_path: Path) -> None:
+    """It reads what the device has decided, and leaves the recovery to the thread that trains."""
+    training = Training()
+    with training.guard(tmp_path, "late") as guard:
+        good, bad = batches(2, bad=[1])
+        guard.step(good, training.loss)
+        result = guard.step(bad, training.loss)
+        values: list[Any] = []
+
+        def log() -> None:
+            values.extend([result.loss.isnan().item(), result.skipped, result.loss.item()])
+            values.append(guard.statistics().skipped_steps)
+
+        logger = threading.Thread(target=log)
+        logger.start()
+        logger.join()
+
+        assert values[:2] == [True, True]
+        assert values[3] == 0
+        assert guard.global_step == 2
+        assert guard.statistics().skipped_steps == 1
+        assert guard.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda guard, result: result.skipped,
+        lambda guard, result: math.isnan(result.loss),
+        lambda guard, result: guard.statistics().skipped_steps > 1,
+    ],
+)
+def test_a_loss_function_may_read_the_last_result(tmp_path: Path, read: Any) -> None:
+    """If the last step was refused, it is repeated first, and the attempt is made again."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        training = Training()
+        guard = training.guard(run_dir, decide)
+        result = None
+        for batch in batches(12, bad=[5, 8, 9]):
+
+            def loss_fn(part: Batch, last: Any = result) -> torch.Tensor:
+                factor = 0.5 if last is not None and read(guard, last) else 1.0
+                return training.loss(part) * factor
+
+            result = guard.step(batch, loss_fn)
+        guard.close()
+        return guard, [*training.state(), torch.rand(())]
+
+    assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 3
+
+
+# --- what the forward pass changes
+
+
+class WithMemory(nn.Module):
+    """A layer that appends each batch to a buffer, without assigning another tensor to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.register_buffer("memory", torch.zeros(1, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        self.memory.data = torch.cat([self.memory.data, outputs[:1].detach()])
+        return outputs + self.memory.mean(0)
+
+
+class WithMomentumEncoder(nn.Module):
+    """A layer beside a frozen one, which follows the first one after a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.target = nn.Linear(16, 4).requires_grad_(False)
+        self.is_warm = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.is_warm:
+            with torch.no_grad():
+                # A bad batch makes the target NaN.
+                self.target.weight.lerp_(self.layer.weight, 0.1 + 0.0 * inputs.mean())
+        return self.layer(inputs) + self.target(inputs)
+
+
+@pytest.mark.parametrize("model_class", [WithMemory, WithMomentumEncoder])
+def test_a_forward_pass_that_cannot_be_gated_is_decided_now(
+    tmp_path: Path, model_class: type[nn.Module]
+) -> None:
+    """A buffer that grows and frozen weights that begin to move are restored after a bad step."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = model_class()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        guard = holdfast.Guard(
+            run_dir,
+            model=model,
+            optimizer=optimizer,
+            decide=decide,
+            diagnose=False,
+            save_interval_steps=None,
+        )
+        for number, (inputs, labels) in enumerate(batches(12, bad=[6, 9])):
+            model.is_warm = number >= 6
+            guard.step(
+                (inputs, labels),
+                lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+            )
+        guard.close()
+        assert ("decided_now" in kinds_of(guard)) == (decide == "late")
+        return guard, tensors_of(model, optimizer)
+
+    assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 2

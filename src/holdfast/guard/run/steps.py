@@ -7,6 +7,7 @@ whichever comes first.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, SkipStep
-from holdfast.guard.decision import UnreadAttempt, has_reproduced
+from holdfast.guard.decision import Readout, UnreadAttempt, has_reproduced
 from holdfast.guard.phase import Phase
 from holdfast.guard.result import (
     Outcome,
@@ -26,11 +27,15 @@ from holdfast.guard.result import (
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.surroundings import Surroundings
-from holdfast.guard.run.undecided import StepCall, UndecidedResult, UndecidedStep
+from holdfast.guard.run.undecided import (
+    Settlement,
+    StepCall,
+    UndecidedResult,
+    UndecidedStep,
+)
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
-from holdfast.guard.step.failures import PreviousStepRefusedError
 from holdfast.guard.timing import DecisionTiming
 from holdfast.loader.random_state import (
     RandomState,
@@ -45,10 +50,20 @@ from holdfast.memory.tensors import versions_of
 from holdfast.numerics.gradients import GradientFacts
 from holdfast.recorder.black_box import StepMark
 
+# Why a step was refused, for a thread that reads the result before the step has been repeated.
+_NOT_RECOVERED = "the device has refused the step, which has not been repeated yet"
 _CHANGED_SINCE = (
     "the batch was changed in place before the result of the step was read, so the step cannot be"
     " replayed"
 )
+
+
+class _EarlierStepRefused(BaseException):
+    """The loss function of a step has asked for the result of the step before, which was refused.
+
+    It ends the attempt, which is then run again. It is not an `Exception`, so that the loss
+    function does not handle it.
+    """
 
 
 class Steps:
@@ -306,10 +321,22 @@ class Steps:
             self._accept(undecided)
             return
         if self.session.state.is_attempting:
-            # The loss function of the next step reads the result of this one. Its attempt is undone
-            # and repeated, once this step has been repeated.
-            raise PreviousStepRefusedError
+            # The loss function of the next step reads the result of this one.
+            raise _EarlierStepRefused
         self._repeat(undecided)
+
+    def settle_to_read(self) -> None:
+        """Settle if this thread has run the undecided step.
+
+        Another thread, which logs results for example, must not repeat a step while the thread
+        that trains is running the next one.
+
+        Raises:
+            HoldfastError: For the same reasons as `settle`.
+        """
+        undecided = self._undecided
+        if undecided is None or undecided.thread == threading.get_ident():
+            self.settle()
 
     def _launch_or_decide(self, call: StepCall) -> Outcome | UndecidedStep:
         """Run a step without reading its result, unless the result turns out to be needed now.
@@ -320,7 +347,11 @@ class Steps:
         generators = self._timing.generators
         generators.note_next_step(work.random_state)
         settle_previous = partial(self._settle_in_step, work)
-        attempt = self.engine.attempt_unread(work, settle_previous)
+        try:
+            attempt = self.engine.attempt_unread(work, settle_previous)
+        except _EarlierStepRefused:
+            # The attempt was undone, and is run again below.
+            self.engine.begin_again(work)
         try:
             is_attempt_valid = settle_previous()
         except BaseException as error:
@@ -354,15 +385,12 @@ class Steps:
             self.parts.device_type(),
         )
         loss_scale = self.engine.loss_scale.copies()
-        # Copy what the loss function has returned before the optimizers run: if there is no memory
-        # for it, the step can still be undone.
+        # If there is no memory for the copies, the step can still be undone.
         try:
-            result = UndecidedResult(attempt, work.attempts, self.settle)
+            attempt.copy_outputs()
         except BaseException as error:
             self.engine.take_back_after(work, error)
             raise
-        # Keep only the copies, since outputs such as logits may be large.
-        attempt.passed = attempt.passed._replace(extra=result.extra)
         readout = self.engine.launch(work, attempt, self._timing.loss_limit(call.series))
         return UndecidedStep(
             call=call,
@@ -375,8 +403,23 @@ class Steps:
             mark=self.recovery.samples.mark(),
             global_step=self._record.global_step + 1,
             seconds=self._clock.monotonic_seconds() - call.started,
-            result=result,
+            result=UndecidedResult(
+                attempt,
+                work.attempts,
+                Settlement(
+                    self.settle_to_read, partial(self._preliminary_result, work, attempt, readout)
+                ),
+            ),
+            thread=threading.get_ident(),
         )
+
+    def _preliminary_result(
+        self, work: Work, attempt: UnreadAttempt, readout: Readout
+    ) -> StepResult:
+        """Return what is known about an undecided step without deciding it."""
+        read_attempt = attempt.with_facts(readout.facts())
+        reason = _NOT_RECOVERED if readout.was_refused() else None
+        return self.engine.outcome(work, read_attempt, committed=reason is None).result(reason)
 
     def _leave_undecided(self, undecided: UndecidedStep) -> StepResult:
         """Count a launched step provisionally, until its result is known."""
@@ -446,8 +489,6 @@ class Steps:
         loss scale must be restored.
         """
         self._remove_provisional_count(undecided)
-        # The loss function may read the result while the step is repeated.
-        undecided.result.set_final(_refused(undecided, "the step is repeated"), repeated=True)
         self._rewind(undecided)
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY

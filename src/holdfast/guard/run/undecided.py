@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from holdfast.core.containers import children_of, rebuild
 from holdfast.guard.decision import LateLoss, Readout, UnreadAttempt
 from holdfast.guard.result import StepResult
 from holdfast.guard.run.sample_reports import BatchMark
@@ -43,20 +42,36 @@ class Settlement:
 
     Args:
         settle: Function that reads the result of the undecided step, and recovers if it was
-            refused.
+            refused. It does nothing in another thread than that of the step.
+        preliminary_result: Function that returns what is known about the step if `settle` does
+            nothing.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, settle: Callable[[], None], preliminary_result: Callable[[], StepResult]
+    ) -> None:
         self._settle: Callable[[], None] | None = settle
+        self._preliminary_result = preliminary_result
 
     def __call__(self) -> None:
         """Decide the step if it is undecided."""
-        if self._settle is not None:
-            self._settle()
+        # Another thread may decide the step in the meantime.
+        settle = self._settle
+        if settle is not None:
+            settle()
 
-    def end(self) -> None:
-        """Note that the step is decided. Results that a script keeps then no longer refer to it."""
+    def preliminary_result(self) -> StepResult:
+        """Return what is known about the step, which was not decided."""
+        return self._preliminary_result()
+
+    def end(self, final: StepResult) -> None:
+        """Note that the step is decided. Results that a script keeps then no longer refer to it.
+
+        Args:
+            final: The result of the step.
+        """
         self._settle = None
+        self._preliminary_result = lambda: final
 
 
 class UndecidedResult(StepResult):
@@ -69,24 +84,23 @@ class UndecidedResult(StepResult):
     Args:
         attempt: The attempt at the step.
         attempts: The number of attempts.
-        settle: Function that reads the result of the step, and recovers if it was refused.
+        settlement: Decides the step.
     """
 
-    __slots__ = ("_final", "_settle")
+    __slots__ = ("_final", "_settlement")
 
     # The final result. None until the step is decided.
     _final: StepResult | None
-    _settle: Settlement
+    _settlement: Settlement
 
-    def __init__(self, attempt: UnreadAttempt, attempts: int, settle: Callable[[], None]) -> None:
-        settlement = Settlement(settle)
-        self._set("_settle", settlement)
+    def __init__(self, attempt: UnreadAttempt, attempts: int, settlement: Settlement) -> None:
+        self._set("_settlement", settlement)
         self._set("_final", None)
         self._set("loss", LateLoss.of(attempt.passed.loss, settlement))
         self._set("items", attempt.passed.items)
         self._set("micro_batch_size", attempt.micro_batch_size)
         self._set("attempts", attempts)
-        self._set("extra", _cloned(attempt.passed.extra or {}))
+        self._set("extra", attempt.passed.extra or {})
 
     def _set(self, name: str, value: Any) -> None:
         # The base class is frozen, so attributes cannot be assigned.
@@ -103,7 +117,7 @@ class UndecidedResult(StepResult):
         if repeated:
             for name in _KNOWN_AT_ONCE:
                 self._set(name, getattr(final, name))
-        self._settle.end()
+        self._settlement.end(final)
 
     def __reduce__(self) -> Any:
         copy = self._plain_copy()
@@ -123,8 +137,10 @@ class UndecidedResult(StepResult):
 
     def _wait_for_final(self) -> StepResult:
         if self._final is None:
-            self._settle()
-        assert self._final is not None
+            self._settlement()
+        if self._final is None:
+            # Another thread reads this, or a scheduler while the step is being decided.
+            return self._settlement.preliminary_result()
         return self._final
 
     @property
@@ -169,18 +185,10 @@ class UndecidedStep:
     # The duration of the call to `Guard.step`, in seconds.
     seconds: float
     result: UndecidedResult
+    # The identifier of the thread that has called `Guard.step`.
+    thread: int
 
 
 def _result_of(values: Mapping[str, Any]) -> StepResult:
     """Return a result with these attributes. A pickled result refers to this function."""
     return StepResult(**values)
-
-
-def _cloned(tree: Any) -> Any:
-    """Return a copy of a tree of tensors, so that a replayed CUDA graph cannot overwrite it."""
-    if isinstance(tree, torch.Tensor):
-        return tree.clone()
-    children = children_of(tree)
-    if not children:
-        return tree
-    return rebuild(tree, {key: _cloned(child) for key, child in children.items()})

@@ -64,6 +64,8 @@ class BufferKeeper:
         # For each mutable buffer, its tensor at the last `keep` and a copy of the values.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
+        # Whether all mutable buffers have values that `gate` can restore. None if not known yet.
+        self._are_plain: bool | None = None
         # For each constant buffer, its tensor at the last `keep` and the version counter.
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
@@ -82,6 +84,7 @@ class BufferKeeper:
         buffers = [place.now() for place in self._mutable]
         self._note_versions()
         if not self._copies_fit(buffers):
+            self._are_plain = None
             self._copies = [
                 None if buffer is None else _uninitialized_like(buffer) for buffer in buffers
             ]
@@ -120,11 +123,16 @@ class BufferKeeper:
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
+        for buffer, copy in zip(self._before, self._copies, strict=True):
+            # The data of the buffer was replaced, or the buffer was resized.
+            if buffer is not copy and buffer.shape != copy.shape:  # type: ignore[union-attr]
+                buffer.data = torch.empty_like(copy)  # type: ignore[union-attr,arg-type]
         _copy(_once(self._before, self._before), _once(self._copies, self._before))
         newly_mutable = self._learn_newly_mutable()
         # The new mutable buffers are at the end of the list and have no copies yet.
         for place in self._mutable[len(self._before) :]:
             now = place.now()
+            self._are_plain = None
             self._before.append(now)
             is_copied = now is not None and not has_no_values(now)
             self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
@@ -133,21 +141,28 @@ class BufferKeeper:
     def can_gate(self) -> bool:
         """Return whether `gate` could undo all changes to buffers since the last `keep`.
 
-        It cannot if a buffer was replaced by another tensor or changed for the first time, if a
-        mutable buffer is sparse or quantized, or if it is not yet known which buffers change.
+        It cannot if a buffer was replaced by another tensor, has another shape, or changed for the
+        first time, if a mutable buffer is sparse or quantized, or if it is not yet known which
+        buffers change.
         """
         if not self._has_learned:
             return False
         for place, (buffer, version) in zip(self._constant, self._versions, strict=True):
             if place.now() is not buffer or _version(buffer) != version:
                 return False
-        for place, before in zip(self._mutable, self._before, strict=True):
+        for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
             if place.now() is not before:
                 return False
-            # `torch.where` cannot select between sparse or quantized tensors.
-            if before is not None and not (is_plain(before) or has_no_values(before)):
+            # The data of a buffer can be replaced, as in ``buffer.data = longer``.
+            if before is not copy and before.shape != copy.shape:  # type: ignore[union-attr]
                 return False
-        return True
+        if self._are_plain is None:
+            # `torch.where` cannot select between sparse or quantized tensors.
+            self._are_plain = all(
+                before is None or is_plain(before) or bool(has_no_values(before))
+                for before in self._before
+            )
+        return self._are_plain
 
     def gate(self, refused: torch.Tensor) -> None:
         """Undo all changes since the last `keep` if a flag on the device is set.
@@ -201,6 +216,7 @@ class BufferKeeper:
         self._has_learned = True
         self._before = []
         self._copies = []
+        self._are_plain = None
         self._versions = []
         return [place.name for place in changed] + changed_states
 

@@ -12,6 +12,7 @@ following step.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from holdfast.numerics.gradients import local
 _SMALL_BYTES = 64 * 2**20
 _SMALL_ENTRIES = 512
 FROZEN = "frozen parameters"
+_version_of = operator.attrgetter("_version")
 # Small frozen parameters are compared with their copies in this many steps.
 _COMPARED_STEPS = 2
 
@@ -41,11 +43,32 @@ class FrozenParameters:
             for key, p in model.named_parameters()
         ]
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        # Those that have a version counter.
+        self._counted: list[nn.Parameter] = []
+        # The sum of the version counters at the last call to `note_versions`.
+        self._versions = 0
 
     def choose(self) -> bool:
         """Determine which parameters are currently frozen, and return whether there are any."""
         self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
+        self._counted = [p for _, p in self._frozen if not p.is_inference()]
         return bool(self._frozen)
+
+    def note_versions(self) -> None:
+        """Note how often the frozen parameters were changed in place so far."""
+        self._versions = self._sum_of_versions()
+
+    def have_changed(self) -> bool:
+        """Return whether they were changed in place since the last call to `note_versions`.
+
+        Changes through ``parameter.data`` are not counted.
+        """
+        return self._sum_of_versions() != self._versions
+
+    def _sum_of_versions(self) -> int:
+        # A counter only increases, so the sum shows every change. There may be hundreds of
+        # parameters, and this runs twice per step, so it must be fast.
+        return sum(map(_version_of, self._counted))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the frozen parameters by name, without copying them."""
@@ -79,6 +102,9 @@ class StateKeeper:
         self._tracked = [
             _TrackedState(name, stateful, copy_large_objects=copy_large_objects)
             for name, stateful in states.items()
+        ]
+        self._frozen_parameters = [
+            stateful for stateful in states.values() if isinstance(stateful, FrozenParameters)
         ]
 
     def names(self) -> list[str]:
@@ -133,6 +159,15 @@ class StateKeeper:
             isinstance(tracked.stateful, FrozenParameters) and tracked.changes
             for tracked in self._tracked
         )
+
+    def note_frozen_parameters(self) -> None:
+        """Note the frozen parameters at the beginning of an attempt."""
+        for frozen in self._frozen_parameters:
+            frozen.note_versions()
+
+    def frozen_parameters_have_changed(self) -> bool:
+        """Return whether an attempt was seen to change frozen parameters in place."""
+        return any(frozen.have_changed() for frozen in self._frozen_parameters)
 
     def now(self) -> dict[str, Any]:
         """Return copies of the current state of all objects."""

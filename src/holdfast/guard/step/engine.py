@@ -127,6 +127,7 @@ class StepEngine:
             before_retry: Function to call before the step is retried. Retries are read as usual.
         """
         work.before_retry = before_retry
+        self.buffers.states.note_frozen_parameters()
         try:
             return self._attempt_until_it_fits(work)
         except BaseException as error:

@@ -62,17 +62,8 @@ class NotRecomputable(Failure):
 
 
 @final
-class PreviousStepRefused(Failure):
-    """The loss function has read the result of the previous step, which was refused."""
-
-
-@final
 class NotMeasurable(Failure):
     """The memory that modules keep for the backward pass cannot be measured."""
-
-
-class PreviousStepRefusedError(Exception):
-    """The loss function has read the result of the previous step, which must be repeated first."""
 
 
 Recognition: TypeAlias = Callable[[Exception, Work, StepPlan], Failure | None]
@@ -98,13 +89,6 @@ def part_without_items(error: Exception, _work: Work, _plan: StepPlan) -> Failur
     if not isinstance(error, EmptyPartError):
         return None
     return PartWithoutItems(description=describe_error(error), place=error.place)
-
-
-def previous_step_refused(error: Exception, _work: Work, _plan: StepPlan) -> Failure | None:
-    """Recognize the error that ends an attempt which needs the result of a refused step."""
-    if not isinstance(error, PreviousStepRefusedError):
-        return None
-    return PreviousStepRefused(description="the result of the previous step was refused")
 
 
 def out_of_memory(error: Exception, _work: Work, _plan: StepPlan) -> Failure | None:
@@ -138,7 +122,6 @@ def not_measurable(error: Exception, work: Work, _plan: StepPlan) -> Failure | N
 # comes last, since it may cause any error.
 RECOGNITIONS: tuple[Recognition, ...] = (
     part_without_items,
-    previous_step_refused,
     out_of_memory,
     not_recomputable,
     not_measurable,

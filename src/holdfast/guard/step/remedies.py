@@ -24,7 +24,6 @@ from holdfast.guard.step.failures import (
     OtherRankFailed,
     OutOfMemory,
     PartWithoutItems,
-    PreviousStepRefused,
 )
 from holdfast.memory.ladder import Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
@@ -71,9 +70,6 @@ class StepRemedies:
             case OtherRankFailed():
                 # This rank repeats the attempt unchanged.
                 pass
-            case PreviousStepRefused():
-                # The attempt has not failed by itself, so it does not count.
-                work.attempts -= 1
             case PartWithoutItems():
                 self._leave_out_or_stop_splitting(work, failure)
             case NotMeasurable():
