@@ -205,7 +205,8 @@ class SplitTrials:
             return False
         batch = largest_of(work.batch, work.split)
         parts = micro_batches(batch, work.size, micro_batch_size, work.split)
-        return bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
+        positions = with_an_empty_one(history.weighting_of_parts(), parts, max_parts=2)
+        return len(positions) > 0
 
     def _is_comparison_due(self, history: LossHistory, *, has_tried: bool) -> bool:
         """Return whether a micro-batch must be compared with its halves.
@@ -355,26 +356,31 @@ class SplitTrials:
 
     def can_fork(self) -> bool:
         """Return whether checks can run in a forked copy of this process."""
-        if not self._isolation.may_fork or self._parts.device_type() != "cpu":
-            return False
         try:
-            return backward_works_in_a_copy()
+            return self._is_forkable()
         except NoAnswer:
             return False
 
     def _can_fork_or_report(self) -> bool:
         """Return whether a trial can run in a forked copy of this process.
 
-        If this cannot be determined, for example because no descriptor is left, an event records
-        the reason once, and the result is False.
+        If this cannot be determined, an event records the reason once, and the result is False.
         """
-        if not self._isolation.may_fork or self._parts.device_type() != "cpu":
-            return False
         try:
-            return backward_works_in_a_copy()
+            return self._is_forkable()
         except NoAnswer as error:
             self._report_no_copy(str(error))
             return False
+
+    def _is_forkable(self) -> bool:
+        """Return whether a copy of this process could run a check.
+
+        Raises:
+            NoAnswer: If this cannot be determined, for example because no descriptor is left.
+        """
+        if not self._isolation.may_fork or self._parts.device_type() != "cpu":
+            return False
+        return backward_works_in_a_copy()
 
     def _report_no_copy(self, why: str) -> None:
         """Record once that this process could not be forked for a trial."""
