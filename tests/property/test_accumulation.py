@@ -19,6 +19,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.arguments import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
+from holdfast.guard.splitting.split_trials import Isolation
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.splitting.weighting import SAMPLES, disagreement, find_weightings, shares
 from holdfast.guard.state.buffers import BufferKeeper
@@ -102,7 +103,8 @@ def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> PassResult:
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
     with tempfile.TemporaryDirectory() as folder:
         record = RunRecord(Path(folder), SystemClock())
-        promises = SplitSafety(parts, Policy(), BufferKeeper(parts.models), record)
+        isolation = Isolation(restore=lambda work: None)
+        promises = SplitSafety(parts, Policy(), BufferKeeper(parts.models), record, isolation)
     passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", "fp32")
     size = len(batch["x"])
     pieces = micro_batches(batch, size, samples)

@@ -17,6 +17,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.arguments import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
+from holdfast.guard.splitting.split_trials import Isolation
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.loss_scale import LossScale
 from holdfast.guard.step.passes import Passes
@@ -107,7 +108,11 @@ def passes_of(model: nn.Module, run_dir: Any) -> Passes:
     """Return what runs forward and backward in a step, alone."""
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
     safety = SplitSafety(
-        parts, Policy(), BufferKeeper(parts.models), RunRecord(run_dir, SystemClock())
+        parts,
+        Policy(),
+        BufferKeeper(parts.models),
+        RunRecord(run_dir, SystemClock()),
+        Isolation(restore=lambda work: None),
     )
     return Passes(safety, LossScale("cpu", enabled=False), "cpu", "fp32")
 

@@ -14,6 +14,7 @@ from tests.unit.guard.guarded import ask_for_too_much, guarded, passes_of, the_e
 from torch import nn
 
 import holdfast
+from holdfast.guard.splitting import split_trials
 from holdfast.guard.step.passes import PassResult
 from holdfast.loader.splitting import micro_batches
 
@@ -91,6 +92,44 @@ def test_the_split_check_leaves_no_trace(tmp_path):
     assert torch.equal(found, torch.rand(3))
     assert torch.equal(model[1].running_mean, twin[1].running_mean)
     assert calls == [8]
+
+
+class CallCounter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, "auto"])
+def test_a_trial_in_this_process_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batch_size: Any
+) -> None:
+    """If the process cannot be forked, a trial restores the buffers that its calls have changed."""
+    monkeypatch.setattr(split_trials, "backward_works_in_a_copy", lambda: False)
+    model = CallCounter()
+    sizes = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 4:
+            ask_for_too_much()
+        sizes.append(len(x))
+        return model(x).square().mean()
+
+    guard = guarded(
+        tmp_path, model, micro_batch_size=micro_batch_size, allow_split_with=("buffers",)
+    )
+    guard.step(torch.randn(8, 5), loss)
+
+    assert len(sizes) > 2
+    assert sizes[-2:] == [4, 4]
+    assert model.calls == 2
 
 
 def two_terms(model: nn.Module) -> Any:

@@ -85,7 +85,7 @@ class SplitCheck:
         self.evaluator.states.keep()
         subsets = consecutive_subsets(batch, size, split)
         changed_buffer = find_changed_buffer(self.evaluator, subsets[0])
-        side_effects: tuple[str, ...] = ()
+        side_effects: tuple[str, ...] | None = None
         if self.evaluator.in_a_copy:
             side_effects = search_side_effects(self.evaluator, subsets[0])
         weightings = self._weightings(batch, size)

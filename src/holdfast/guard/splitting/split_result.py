@@ -63,8 +63,9 @@ class SplitCheckResult:
     held: tuple[Weighting, ...] = ()
     # The weightings that do not reproduce the gradient.
     failed: tuple[Weighting, ...] = ()
-    # The names of attributes and variables that each forward pass changes.
-    side_effects: tuple[str, ...] = ()
+    # The names of attributes and variables that each forward pass changes. None if this is unknown,
+    # because the check was not run in a forked copy of the process.
+    side_effects: tuple[str, ...] | None = None
     # The function with which the loss selects samples, such as "topk". Empty if it does not select.
     selects: str = ""
     # The forbidden call that the loss function has made, if any.
@@ -107,7 +108,8 @@ class SplitCheckResult:
                 Weighting(**{**weighting, "keys": tuple(weighting["keys"])})
                 for weighting in values[name]
             )
-        restored["side_effects"] = tuple(values["side_effects"])
+        if values["side_effects"] is not None:
+            restored["side_effects"] = tuple(values["side_effects"])
         return cls(**restored)
 
 
@@ -141,9 +143,7 @@ def combine(results: Sequence[SplitCheckResult]) -> SplitCheckResult:
         draws=max((result.draws for result in results), key=_DRAWS.index),
         changed_buffer=_first_name(result.changed_buffer for result in results),
         selects=_first_name(result.selects for result in results),
-        side_effects=tuple(
-            dict.fromkeys(name for result in results for name in result.side_effects)
-        ),
+        side_effects=_all_side_effects(results),
     )
 
 
@@ -154,6 +154,14 @@ def _weightings_that_hold(
     all_held = dict.fromkeys(weighting for result in results for weighting in result.held)
     remaining = [weighting for weighting in all_held if weighting not in failed]
     return tuple(sorted(remaining, key=Weighting.rank))
+
+
+def _all_side_effects(results: Sequence[SplitCheckResult]) -> tuple[str, ...] | None:
+    """Return the side effects of all results, or None if they are unknown in all of them."""
+    known = [result.side_effects for result in results if result.side_effects is not None]
+    if not known:
+        return None
+    return tuple(dict.fromkeys(name for names in known for name in names))
 
 
 def _first_name(names: Iterable[str]) -> str:

@@ -20,9 +20,8 @@ have been right.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -43,7 +42,7 @@ from holdfast.guard.splitting.hazards import (
 )
 from holdfast.guard.splitting.loss_calls import LossCalls
 from holdfast.guard.splitting.loss_history import LossHistories, LossHistory, Report
-from holdfast.guard.splitting.split_trials import Need, SplitTrials
+from holdfast.guard.splitting.split_trials import Isolation, Need, SplitTrials
 from holdfast.guard.splitting.weighting import Weighting
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.buffers import BufferKeeper
@@ -60,17 +59,6 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 SECONDS_BEFORE_SEARCH = 1.0
 
 
-class SplitPermission(NamedTuple):
-    """Whether the batch of a step may be split."""
-
-    # Whether a trial has run in this process, so that buffers and random state must be restored.
-    tried_in_this_process: bool
-    may_split: bool
-
-
-_NOTHING_TO_CHECK = SplitPermission(tried_in_this_process=False, may_split=True)
-
-
 class SplitSafety:
     """Decides, for each loss function of a run, whether batches may be split.
 
@@ -79,8 +67,7 @@ class SplitSafety:
         policy: The policy of the run.
         buffers: The run's `BufferKeeper`, which knows which buffers change.
         record: The record that receives events.
-        may_fork: Whether trials may run in a forked copy of this process.
-        alone: Function that returns a context in which this rank runs the model without the others.
+        isolation: How to run trials without an effect on training.
     """
 
     def __init__(
@@ -89,9 +76,7 @@ class SplitSafety:
         policy: Policy,
         buffers: BufferKeeper,
         record: RunRecord,
-        *,
-        may_fork: bool = True,
-        alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        isolation: Isolation,
     ) -> None:
         self.parts = parts
         self._policy = policy
@@ -99,14 +84,7 @@ class SplitSafety:
         self._record = record
         self._histories = LossHistories()
         calls = LossCalls(parts, policy, buffers)
-        self._trials = SplitTrials(
-            parts,
-            policy,
-            record,
-            calls,
-            may_fork=may_fork,
-            alone=alone,
-        )
+        self._trials = SplitTrials(parts, policy, record, calls, isolation)
         # Why the first batch without a batch dimension could not be split. None if there was no
         # such batch.
         self._why_not_splittable: str | None = None
@@ -161,7 +139,7 @@ class SplitSafety:
 
     # --- whether a batch may be split
 
-    def check(self, work: Work, micro_batch_size: int | None) -> SplitPermission:
+    def check(self, work: Work, micro_batch_size: int | None) -> bool:
         """Run the checks that are due in a step, and report what splitting promises.
 
         Args:
@@ -170,7 +148,7 @@ class SplitSafety:
                 batch is not split.
 
         Returns:
-            Whether the batch may be split, and whether state must be restored.
+            Whether the batch may be split.
 
         Raises:
             BatchError: H206 or H207 if the policy sets the micro-batch size and splitting would
@@ -178,12 +156,12 @@ class SplitSafety:
         """
         if micro_batch_size is not None and self._policy.micro_batch_size is None:
             # The micro-batch size comes from a checkpoint of a run that was allowed to split.
-            return SplitPermission(tried_in_this_process=False, may_split=False)
+            return False
         history = self._histories.history_of(work.loss_fn)
         self._schedule_search(history)
         need = self._trials.determine_need(history, work, micro_batch_size)
         if need is Need.NOT and not self._is_search_due(history):
-            return _NOTHING_TO_CHECK
+            return True
         # In a window, the function's flags may have changed since the first batch.
         history = self._histories.current_history_of(work.loss_fn)
         self._schedule_search(history)
@@ -191,7 +169,7 @@ class SplitSafety:
         if micro_batch_size is not None:
             history.split_steps += 1
 
-        checks = self._trials.run_due(history, work, micro_batch_size, need)
+        has_checked = self._trials.run_due(history, work, micro_batch_size, need)
         if self._is_search_due(history):
             history.has_searched = True
             if history.side_effects is None:
@@ -203,18 +181,14 @@ class SplitSafety:
         if micro_batch_size is not None:
             if blocking_hazard is not None:
                 self._report_refusal(history, blocking_hazard)
-            elif checks.ran_any and not history.steps_in_doubt:
+            elif has_checked and not history.steps_in_doubt:
                 history.last_passed_step = self._record.global_step
         if micro_batch_size is not None or history.result is not None:
             self._report_promises_if_new(history, work.size, blocking_hazard)
-        return SplitPermission(checks.in_this_process, blocking_hazard is None)
+        return blocking_hazard is None
 
     def find_remedies(self, work: Work) -> Remedies:
-        """Return the remedies that splitting offers for an out-of-memory error.
-
-        This runs a trial, after which the caller must restore the random state and the buffers of
-        the step.
-        """
+        """Run a trial to find the remedies that splitting offers for an out-of-memory error."""
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(
                 no_split=self._why_not_splittable
@@ -235,8 +209,6 @@ class SplitSafety:
 
     def try_leaving_out(self, work: Work, first_sample: int) -> bool:
         """Run a trial to find out whether a part that has a loss but no items can be left out.
-
-        The caller must restore the random state and the buffers of the step afterwards.
 
         Args:
             work: The input of the step.

@@ -54,15 +54,17 @@ class Need(Enum):
     NOT = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksRun:
-    """The checks that were run in a step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """How to run a check without an effect on training or on other ranks."""
 
-    # Whether there were any.
-    ran_any: bool
-    # Whether one of them ran in this process rather than in a forked copy, so that buffers and
-    # random state must be restored.
-    in_this_process: bool
+    # Function that restores the random state and the buffers from the start of a step. It is called
+    # after each check that was not run in a forked copy of this process.
+    restore: Callable[[Work], None]
+    # Function that returns a context in which this rank runs the model without the others.
+    alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    # Whether checks may run in a forked copy of this process.
+    may_fork: bool = True
 
 
 class SplitTrials:
@@ -73,8 +75,7 @@ class SplitTrials:
         policy: The policy of the run.
         record: The record that receives events.
         calls: Provides the contexts in which loss functions are called.
-        may_fork: Whether checks may run in a forked copy of this process.
-        alone: Function that returns a context in which this rank runs the model without the others.
+        isolation: How to run checks without an effect on training.
     """
 
     def __init__(
@@ -83,16 +84,13 @@ class SplitTrials:
         policy: Policy,
         record: RunRecord,
         calls: LossCalls,
-        *,
-        may_fork: bool,
-        alone: Callable[[], contextlib.AbstractContextManager[None]],
+        isolation: Isolation,
     ) -> None:
         self._parts = parts
         self._policy = policy
         self._record = record
         self._calls = calls
-        self._may_fork = may_fork
-        self._alone = alone
+        self._isolation = isolation
         # Whether the policy asks for splitting before memory runs out, so that the trial is run as
         # soon as possible.
         self._asked_in_advance = (
@@ -106,6 +104,9 @@ class SplitTrials:
         self, history: LossHistory, work: Work, micro_batch_size: int | None
     ) -> Need:
         """Return when this step needs to know the effect of splitting.
+
+        If the trial would be run in advance, but this process cannot be forked, an event records
+        this once.
 
         Args:
             history: The history of the loss function.
@@ -128,12 +129,14 @@ class SplitTrials:
             return Need.NOW
         # Without a fork, the trial runs in this process, so it is postponed until its result is
         # needed.
-        return Need.IN_ADVANCE if self.can_fork(for_trial=True) else Need.NOT
+        return Need.IN_ADVANCE if self._can_fork_or_report() else Need.NOT
 
     def run_due(
         self, history: LossHistory, work: Work, micro_batch_size: int | None, need: Need
-    ) -> ChecksRun:
+    ) -> bool:
         """Run the checks that are due in a step.
+
+        Afterwards, the random state and the buffers are the same as before.
 
         Args:
             history: The history of the loss function, which receives the results.
@@ -141,37 +144,40 @@ class SplitTrials:
             micro_batch_size: The number of samples in a micro-batch of this step. None if its
                 batch is not split.
             need: The result of `determine_need` for this step.
+
+        Returns:
+            Whether any checks were due.
         """
         if need is Need.NOT:
-            return ChecksRun(ran_any=False, in_this_process=False)
-        trial_is_due = self._is_trial_due(history, work, micro_batch_size, need)
-        ran_here = False
-        if trial_is_due:
-            ran_here = self.try_split(history, work, needed_now=need is Need.NOW)
-        must_compare = micro_batch_size is not None and self._is_comparison_due(
-            history, has_tried=trial_is_due
-        )
-        if micro_batch_size is not None and must_compare:
-            ran_here |= self._compare_halves(history, work, micro_batch_size)
-        return ChecksRun(ran_any=trial_is_due or must_compare, in_this_process=ran_here)
-
-    def _is_trial_due(
-        self, history: LossHistory, work: Work, micro_batch_size: int | None, need: Need
-    ) -> bool:
-        """Return whether a trial with four samples is due in this step."""
-        is_first = need is Need.NOW and history.result is None
+            return False
+        trial_is_due = self._is_scheduled(history, micro_batch_size, need)
         if micro_batch_size is None:
-            return is_first or _is_power_of_two(history.steps)
-        is_due = is_first or _is_power_of_two(history.split_steps)
-        if not is_due and self._distinguishes_weightings(history, work):
+            if trial_is_due:
+                self.try_split(history, work, needed_now=need is Need.NOW)
+            return trial_is_due
+
+        if not trial_is_due and self._distinguishes_weightings(history, work):
             history.distinguishing_steps += 1
             count = history.distinguishing_steps
-            is_due = count <= _ALWAYS_TRIED or _is_power_of_two(count)
+            trial_is_due = count <= _ALWAYS_TRIED or _is_power_of_two(count)
         if not history.tried_empty and self._has_empty_part(history, work, micro_batch_size):
             # The first part without items in a run must be included in a trial.
             history.tried_empty = True
-            is_due = True
-        return is_due
+            trial_is_due = True
+        if trial_is_due:
+            self.try_split(history, work)
+        comparison_is_due = self._is_comparison_due(history, has_tried=trial_is_due)
+        if comparison_is_due:
+            self._compare_halves(history, work, micro_batch_size)
+        return trial_is_due or comparison_is_due
+
+    def _is_scheduled(self, history: LossHistory, micro_batch_size: int | None, need: Need) -> bool:
+        """Return whether a trial is due in this step, whatever the batch contains."""
+        if need is Need.NOW and history.result is None:
+            return True
+        if micro_batch_size is None:
+            return _is_power_of_two(history.steps)
+        return _is_power_of_two(history.split_steps)
 
     def _distinguishes_weightings(self, history: LossHistory, work: Work) -> bool:
         """Return whether this batch distinguishes weightings that were equal in all trials so far.
@@ -199,7 +205,8 @@ class SplitTrials:
             return False
         batch = largest_of(work.batch, work.split)
         parts = micro_batches(batch, work.size, micro_batch_size, work.split)
-        return bool(with_an_empty_one(history.weighting_of_parts(), parts, 2))
+        positions = with_an_empty_one(history.weighting_of_parts(), parts, max_parts=2)
+        return len(positions) > 0
 
     def _is_comparison_due(self, history: LossHistory, *, has_tried: bool) -> bool:
         """Return whether a micro-batch must be compared with its halves.
@@ -230,8 +237,10 @@ class SplitTrials:
         *,
         empty: int | None = None,
         needed_now: bool = True,
-    ) -> bool:
+    ) -> None:
         """Run a trial split with the batch of a step, and add the result to the history.
+
+        Afterwards, the random state and the buffers are the same as before.
 
         Args:
             history: The history of the loss function.
@@ -239,37 +248,28 @@ class SplitTrials:
             empty: The position of a sample to try as a part without items. None for no such part.
             needed_now: Whether the result is needed in this step. If not, the trial runs only in a
                 forked copy.
-
-        Returns:
-            Whether the trial has run in this process, so that buffers and random state must be
-            restored.
         """
         if not self._policy.check_split:
             history.result = SplitCheckResult(outcome="trusted", why="check_split=False")
-            return False
+            return
         assert work.size is not None
         size = work.size
         batch = largest_of(work.batch, work.split)
         if isinstance(work.batch, Window):
             # The trial uses only one batch of the window, and the part may be in another one.
             empty = None
-        result, ran_here = self._run(
+        result = self._run(
             history, work, lambda check: check.run(batch, size, empty), needed_now=needed_now
         )
         if result.fork_failed:
             # There is no result yet, so the first split runs the trial again.
-            return ran_here
+            return
         history.add_trial(result)
-        if result.outcome != "unknown" and not ran_here:
+        if result.outcome != "unknown" and result.side_effects is not None:
             history.add_side_effects(result.side_effects)
-        return ran_here
 
-    def _compare_halves(self, history: LossHistory, work: Work, micro_batch_size: int) -> bool:
-        """Compare a micro-batch of this step with its two halves.
-
-        Returns:
-            Whether the comparison has run in this process, as for `try_split`.
-        """
+    def _compare_halves(self, history: LossHistory, work: Work, micro_batch_size: int) -> None:
+        """Compare a micro-batch of this step with its two halves."""
         assert work.size is not None
         batch = largest_of(work.batch, work.split)
         clock = self._record.clock
@@ -281,7 +281,7 @@ class SplitTrials:
         history.num_comparisons += 1
 
         started = clock.monotonic_seconds()
-        comparison, ran_here = self._run(
+        comparison = self._run(
             history,
             work,
             lambda check: check.compare_halves(micro_batch, num_samples),
@@ -289,7 +289,6 @@ class SplitTrials:
         )
         history.add_comparison(comparison)
         history.schedule_next_comparison(clock.monotonic_seconds() - started)
-        return ran_here
 
     def find_side_effects(
         self, history: LossHistory, work: Work, *, include_logs: bool = False
@@ -329,50 +328,59 @@ class SplitTrials:
         run: Callable[[SplitCheck], SplitCheckResult],
         *,
         needed_now: bool,
-    ) -> tuple[SplitCheckResult, bool]:
+    ) -> SplitCheckResult:
         """Run a check in a forked copy of this process or, if that is impossible, in this process.
 
         If this process can be forked in general, but not this time, for example because memory is
-        short, the check runs in this process only if `needed_now` is True.
-
-        Returns:
-            The result, and whether the check has run in this process.
+        short, the check runs in this process only if `needed_now` is True. After a check in this
+        process, the random state and the buffers are restored.
 
         Raises:
             BatchError: H209 for a loss function that calls backward or steps an optimizer.
         """
         result = None
-        if self.can_fork(for_trial=True):
+        if self._can_fork_or_report():
             check = self._split_check(history, work, in_a_copy=True)
             result = run_in_copy(lambda: run(check))
             if result.fork_failed:
                 self._report_no_copy(result.why)
-        runs_here = result is None or (result.fork_failed and needed_now)
-        if runs_here:
+        if result is None or (result.fork_failed and needed_now):
             check = self._split_check(history, work, in_a_copy=False)
-            # The caller restores the buffers and the random state of accelerators.
-            with isolated(), self._alone():
+            with isolated(), self._isolation.alone():
                 result = run_check(lambda: run(check))
-        assert result is not None
+            # `isolated` does not restore the random state of accelerators.
+            self._isolation.restore(work)
         if result.called:
             raise called_inside(result.called)
-        return result, runs_here
+        return result
 
-    def can_fork(self, *, for_trial: bool = False) -> bool:
-        """Return whether checks can run in a forked copy of this process.
-
-        Args:
-            for_trial: Whether the copy is for a trial split, so that an event records once if it
-                cannot be made.
-        """
-        if not self._may_fork or self._parts.device_type() != "cpu":
-            return False
+    def can_fork(self) -> bool:
+        """Return whether checks can run in a forked copy of this process."""
         try:
-            return backward_works_in_a_copy()
-        except NoAnswer as error:
-            if for_trial:
-                self._report_no_copy(str(error))
+            return self._is_forkable()
+        except NoAnswer:
             return False
+
+    def _can_fork_or_report(self) -> bool:
+        """Return whether a trial can run in a forked copy of this process.
+
+        If this cannot be determined, an event records the reason once, and the result is False.
+        """
+        try:
+            return self._is_forkable()
+        except NoAnswer as error:
+            self._report_no_copy(str(error))
+            return False
+
+    def _is_forkable(self) -> bool:
+        """Return whether a copy of this process could run a check.
+
+        Raises:
+            NoAnswer: If this cannot be determined, for example because no descriptor is left.
+        """
+        if not self._isolation.may_fork or self._parts.device_type() != "cpu":
+            return False
+        return backward_works_in_a_copy()
 
     def _report_no_copy(self, why: str) -> None:
         """Record once that this process could not be forked for a trial."""

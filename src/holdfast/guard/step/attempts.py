@@ -23,6 +23,7 @@ from holdfast.guard.decision import UnreadAttempt
 from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.guard.splitting.loss_functions import FilledOutside
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
+from holdfast.guard.splitting.split_trials import Isolation
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.host_reads import HostRead, HostReads
@@ -65,9 +66,12 @@ class Attempts:
             policy,
             context.buffers,
             context.record,
-            # In a fork of one rank's process, a trial would wait forever for the other ranks.
-            may_fork=ranks.world_size == 1,
-            alone=ranks.alone,
+            Isolation(
+                restore=self.restore,
+                alone=ranks.alone,
+                # In a fork of one rank's process, a trial would wait forever for the other ranks.
+                may_fork=ranks.world_size == 1,
+            ),
         )
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._passes = Passes(

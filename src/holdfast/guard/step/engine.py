@@ -419,9 +419,7 @@ class StepEngine:
     def _check_split(self, work: Work) -> None:
         """Check whether the loss function allows splitting. If not, stop splitting batches."""
         part = work.micro_batch_of(self.ladder.plan)
-        tried_here, may_split = self._safety.check(work, part)
-        if tried_here:
-            self.attempts.restore(work)
+        may_split = self._safety.check(work, part)
         if part is not None and not may_split:
             self.ladder.without_split()
 

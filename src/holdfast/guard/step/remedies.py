@@ -83,7 +83,6 @@ class StepRemedies:
     def _leave_out_or_stop_splitting(self, work: Work, failure: PartWithoutItems) -> None:
         """Run a trial with a part without items. If it must not be left out, stop splitting."""
         may_split = self._safety.try_leaving_out(work, failure.place)
-        self._attempts.restore(work)
         if not may_split:
             self._ladder.without_split()
 
@@ -186,7 +185,6 @@ class StepRemedies:
                 recompute=modules, recompute_promise=promise, split_promise=split_promise
             )
         remedies = self._safety.find_remedies(work)
-        self._attempts.restore(work)
         return replace(remedies, recompute=modules, recompute_promise=promise)
 
     def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:
