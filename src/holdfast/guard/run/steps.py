@@ -336,6 +336,8 @@ class Steps:
             self.engine.begin_again(work)
         try:
             is_valid = settle()
+            if not is_valid:
+                self.engine.check_batch(work)
         except BaseException as error:
             self.engine.take_back_after(work, error)
             raise
