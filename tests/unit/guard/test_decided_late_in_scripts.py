@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.guard.guarded import assert_same, kinds_of, tensors_of
+from tests.unit.guard.guarded import assert_same, guarded, kinds_of, tensors_of
 from tests.unit.guard.test_decided_late import (
     Batch,
     Training,
@@ -353,14 +353,7 @@ def test_a_forward_pass_that_cannot_be_gated_is_decided_now(
         torch.manual_seed(0)
         model = model_class()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        guard = holdfast.Guard(
-            run_dir,
-            model=model,
-            optimizer=optimizer,
-            decide=decide,
-            diagnose=False,
-            save_interval_steps=None,
-        )
+        guard = guarded(run_dir, model, optimizer, decide=decide, diagnose=False)
         for number, (inputs, labels) in enumerate(batches(12, bad=[6, 9])):
             model.is_warm = number >= 6
             guard.step(
@@ -372,3 +365,30 @@ def test_a_forward_pass_that_cannot_be_gated_is_decided_now(
         return guard, tensors_of(model, optimizer)
 
     assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 2
+
+
+def test_a_batch_that_was_changed_is_not_used_again(tmp_path: Path) -> None:
+    """A step that must be made again after a bad one does not train on a batch changed twice."""
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    number = 0
+
+    def loss_fn(batch: Batch) -> torch.Tensor:
+        inputs, labels = batch
+        if number == 10:
+            inputs.mul_(0.5)
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    with guarded(tmp_path, model, optimizer, decide="late", diagnose=False) as guard:
+        *others, last = batches(11, bad=[9])
+        for batch in others:
+            guard.step(batch, loss_fn)
+            number += 1
+        before = tensors_of(model, optimizer)
+
+        with pytest.raises(holdfast.BatchError) as caught:
+            guard.step(last, loss_fn)
+
+        assert caught.value.rule == "H208"
+        assert_same(tensors_of(model, optimizer), before)
+        assert guard.global_step == 9

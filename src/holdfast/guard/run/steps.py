@@ -354,6 +354,8 @@ class Steps:
             self.engine.begin_again(work)
         try:
             is_attempt_valid = settle_previous()
+            if not is_attempt_valid:
+                self.engine.check_batch(work)
         except BaseException as error:
             self.engine.take_back_after(work, error)
             raise

@@ -414,11 +414,16 @@ class SplitSafety:
             history.changes_batch = versions_of(tensors) != before
         return result
 
-    def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
-        """Return an H208 error for a loss function that changed a batch that must be retried."""
+    def batch_was_changed(self, loss_fn: LossFunction, why_again: str) -> BatchError:
+        """Return an H208 error for a loss function that changed a batch that must be retried.
+
+        Args:
+            loss_fn: The loss function.
+            why_again: Why the step must be retried, as a clause.
+        """
         self.note_batch_change(loss_fn)
         return BatchError(
-            "loss_fn changed the tensors of its batch in place, and the step ran out of memory",
+            f"loss_fn changed the tensors of its batch in place, and {why_again}",
             limit="a step can be retried only with an unchanged batch",
             fix=(
                 "do not change the batch in place: write x = x - mean instead of x -= mean. From"

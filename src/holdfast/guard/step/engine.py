@@ -139,6 +139,13 @@ class StepEngine:
         self.attempts.begin_again(work)
         self.state.begin()
 
+    def check_batch(self, work: Work) -> None:
+        """Raise H208 if an attempt that must be made again has changed its batch in place."""
+        if versions_of(work.tensors) != work.versions:
+            raise self._safety.batch_was_changed(
+                work.loss_fn, "the step must be made again, because the one before it was refused"
+            )
+
     def read(self, work: Work, attempt: UnreadAttempt) -> StepAttempt:
         """Wait for the result of an attempt. Before an error is raised, all state is restored."""
         try:
@@ -399,7 +406,7 @@ class StepEngine:
         self.ranks.begin_attempt()
         self.buffers.states.keep(look=True)
         if versions_of(work.tensors) != work.versions:
-            raise self._safety.batch_was_changed(work.loss_fn)
+            raise self._safety.batch_was_changed(work.loss_fn, "the step ran out of memory")
 
     def _timed_attempt(self, work: Work) -> StepAttempt:
         """Make an attempt. If its batch is split, record how long the attempt took."""
