@@ -61,9 +61,7 @@ def test_a_signal_during_a_fetch_saves_the_undecided_step(
     """A step that is undecided when the loop stops is decided, so that the last save succeeds."""
     training = Training()
     settings = {"save_interval_steps": 100, "stop_signals": ("SIGUSR1",)}
-    guard = training.guard(
-        tmp_path, "late", loader=SignallingLoader(batches(20, bad)), **settings
-    )
+    guard = training.guard(tmp_path, "late", loader=SignallingLoader(batches(20, bad)), **settings)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, training.loss)
     weights = training.state()
@@ -80,9 +78,7 @@ def test_a_refused_save_returns_to_the_same_step(tmp_path: Path) -> None:
 
     def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
         training = Training()
-        guard = training.guard(
-            run_dir, decide, loader=batches(30), save_interval_steps=5
-        )
+        guard = training.guard(run_dir, decide, loader=batches(30), save_interval_steps=5)
         for number, batch in enumerate(guard.batches(max_epochs=1)):
             guard.step(batch, training.loss)
             if number == 9:
