@@ -146,5 +146,5 @@ def test_an_error_of_holdfast_ends_with_its_text_and_leaves_page_and_findings(st
     assert "found: ['H825']\n" in out
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["figures"]["found"] == ["H825"]
-    assert "the loss has run away" in result["stopped"]
+    assert "the loss has diverged" in result["stopped"]
     assert "H825" in (tmp_path / "report.html").read_text()
