@@ -98,7 +98,7 @@ def test_out_of_memory_is_said_as_such_whatever_was_refused(tmp_path, what):
     assert HERE in verdict["where"]
     assert verdict["where"].endswith("in train")
     assert caught.value.what[:60] in verdict["summary"]
-    assert "has run away" not in explain(tmp_path).output
+    assert "H503" not in explain(tmp_path).output
 
 
 @pytest.mark.parametrize("saves", [5, None])

@@ -478,7 +478,7 @@ class Loop:
             elif not self._postponed:
                 self._record.emit(
                     run_events.SavePostponed(
-                        why="loss or gradient norm stand out, and saving waits for them to settle"
+                        why="loss or gradient norm are unusually high, and saving waits until they are normal again"
                     )
                 )
                 self._postponed = True
