@@ -478,7 +478,7 @@ class Loop:
             elif not self._postponed:
                 self._record.emit(
                     run_events.SavePostponed(
-                        why="loss or gradient norm are unusually high, and saving waits until they are normal again"
+                        why="loss or gradient norm are unusually high, so saving waits"
                     )
                 )
                 self._postponed = True
