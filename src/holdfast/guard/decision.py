@@ -281,6 +281,12 @@ class LateLoss(torch.Tensor):
         return torch.Tensor.__reduce_ex__(self._read(), protocol)  # type: ignore[no-untyped-call]
 
 
+# Loggers such as tensorboardX recognize a tensor by the name of its type.
+LateLoss.__module__ = torch.Tensor.__module__
+LateLoss.__name__ = torch.Tensor.__name__
+LateLoss.__qualname__ = torch.Tensor.__qualname__
+
+
 def _cloned(tree: Any) -> Any:
     """Return a copy of a tree of tensors, so that a replayed CUDA graph cannot overwrite it."""
     if isinstance(tree, torch.Tensor):

@@ -55,7 +55,7 @@ from holdfast.learning.finding import Finding
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
-from holdfast.memory.oom import naming_lack_of_memory
+from holdfast.memory.oom import find_out_of_memory, naming_lack_of_memory
 from holdfast.recorder.scalars import check_scalars
 
 
@@ -756,7 +756,19 @@ class Guard:
         with naming_lack_of_memory("evaluating batches"), self.evaluate():
             if split is None:
                 split = self._split
-            return self._evaluator.evaluate(loader, fn, split, self.emit)
+            return self._evaluator.evaluate(loader, fn, split, self._emit_if_memory_suffices)
+
+    def _emit_if_memory_suffices(self, data: EventData) -> None:
+        """Record an event, or only log it if there is not enough memory to record it.
+
+        After the loop, the recording is closed, and opening it again needs memory.
+        """
+        try:
+            self.emit(data)
+        except Exception as error:
+            if find_out_of_memory(error) is None:
+                raise
+            self._record.emit(data)
 
     def _may_save_in_evaluation(self) -> bool:
         """Return whether the models hold the trained weights, or the guard can restore them."""

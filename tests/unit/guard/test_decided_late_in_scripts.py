@@ -392,3 +392,12 @@ def test_a_batch_that_was_changed_is_not_used_again(tmp_path: Path) -> None:
         assert caught.value.rule == "H208"
         assert_same(tensors_of(model, optimizer), before)
         assert guard.global_step == 9
+
+
+def test_a_logger_takes_a_loss_for_a_tensor(tmp_path: Path) -> None:
+    """TensorboardX and others look at the name of the type."""
+    training = Training()
+    with training.guard(tmp_path, "late") as guard:
+        results = [guard.step(batch, training.loss) for batch in batches(2)]
+
+    assert str(type(results[-1].loss)) == str(torch.Tensor)

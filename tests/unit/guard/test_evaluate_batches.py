@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 
 import pytest
@@ -343,3 +344,19 @@ def test_it_evaluates_the_averaged_weights_inside_averaged(tmp_path):
 
     assert torch.equal(averaged_outputs, average(inputs).detach())
     assert not torch.equal(guard.evaluate_batches([inputs], model), averaged_outputs)
+
+
+def test_a_recording_that_does_not_fit_does_not_undo_the_split(tmp_path, monkeypatch):
+    """After the loop, the recording must be opened again, for which there may be no memory."""
+    guard, model = make_guard(tmp_path)
+    guard.close()
+    function = fitting(4, lambda batch: model(batch[0]))
+
+    def cannot_allocate(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("holdfast.guard.record.BlackBox", cannot_allocate)
+    outputs = guard.evaluate_batches(batches_of(8), function)
+
+    assert len(outputs) == 8
+    assert function.calls == [4, 4]
