@@ -459,7 +459,12 @@ def test_checkpoints_hold_only_decided_steps(tmp_path: Path) -> None:
             training = Training()
             torch.manual_seed(7)
             guard = training.guard(
-                run_dir, decide, loader=batches(18, bad=[3, 8]), save_interval_steps=2
+                run_dir,
+                decide,
+                loader=batches(18, bad=[3, 8]),
+                save_interval_steps=2,
+                # A background save that takes long would postpone the next one.
+                async_save=False,
             )
             for batch in guard.batches(max_steps=max_steps):
                 guard.step(batch, training.loss)
