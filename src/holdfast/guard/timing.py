@@ -199,8 +199,7 @@ def shared_generators(begin: BeforeStep) -> Reason | None:
 
 def suspected_divergence(begin: BeforeStep) -> Reason | None:
     """While a divergence is suspected, there is no loss limit that the device could apply."""
-    policy = begin.context.policy
-    if policy.spike_action in ("off", "warn") or begin.context.spikes.is_calm():
+    if not _may_refuse_spikes(begin.context) or begin.context.spikes.is_calm():
         return None
     return _NOT_RECORDED
 
@@ -297,6 +296,11 @@ def _fix_for(optimizer: Optimizer) -> str:
     if kind in _OPTIMIZERS_WITH_GATE:
         return f"create it with torch.optim.{kind.__name__}(..., fused=True)"
     return "use torch's Adam, AdamW, SGD or Adagrad with fused=True"
+
+
+def _may_refuse_spikes(context: RunContext) -> bool:
+    """Return whether the policy refuses steps with finite values that are unusually high."""
+    return context.policy.spike_action in ("skip", "roll_back")
 
 
 def _names_of_averages(context: RunContext) -> set[str]:
@@ -408,7 +412,7 @@ class DecisionTiming:
         Args:
             series: The name of the series of losses to which the step belongs.
         """
-        if self._context.policy.spike_action in ("off", "warn"):
+        if not _may_refuse_spikes(self._context):
             return float("inf")
         calm_loss = self._context.spikes.calm_loss(series)
         # While a divergence is suspected, refuse every step, so that the host judges it.

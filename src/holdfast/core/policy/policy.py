@@ -148,11 +148,11 @@ class Policy:
     samples are found. False skips the whole step."""
 
     repeat_step_interval: kinds.OptionalCount = None
-    """Optimizer steps from one step that is made twice to the next, to catch hardware that computes
-    wrongly. Both passes start from the same state, and loss and gradients are compared bit for bit
-    before the weights change. A difference is an event (H504), and training continues with the
-    first pass. Such a step takes about twice as long, which costs 0.1 % with 1000, and needs memory
-    for another copy of the gradients and buffers. None: no step is repeated."""
+    """Optimizer steps from one step that is run twice to the next, to detect hardware that computes
+    wrong results. Both passes start from the same state, and loss and gradients are compared bit
+    for bit before the weights change. A difference is an event (H504), and training continues with
+    the first pass. Such a step takes about twice as long, which costs 0.1 % with 1000, and needs
+    memory for another copy of the gradients and buffers. None: no step is repeated."""
 
     nonfinite_patience: kinds.OptionalCount = 3
     """Consecutive steps that may be skipped because of NaN or Inf before the run rolls back to its

@@ -362,14 +362,14 @@ class Recovery:
         try:
             returned = self._session.restoration.roll_back(rewind_data=rewind_data)
         except Exception as error:
-            found = find_out_of_memory(error)
-            if found is None:
+            message = find_out_of_memory(error)
+            if message is None:
                 raise
             failure = error
         else:
             return "there is no checkpoint to return to" if returned is None else None
         clear_exception_frames(failure)
-        return f"there is not enough memory to read the checkpoint ({found})"
+        return f"there is not enough memory to read the checkpoint ({message})"
 
     def _updates_many_at_once(self) -> bool:
         """Return whether any optimizer uses torch's foreach implementation.

@@ -288,11 +288,11 @@ class Steps:
             self._record.emit(run_events.NormOverflowed(total=facts.total))
         session.schedules.after_step(names)
         session.check_new_state(names)
-        larger = session.ladder.decide_after_step(
+        growth = session.ladder.decide_after_step(
             batch_size=outcome.size or 1, attempts=outcome.attempts
         )
-        if larger is not None:
-            self._record.emit(larger)
+        if growth is not None:
+            self._record.emit(growth)
         self._timing.note_committed(names)
 
     # --- steps that are decided late
@@ -487,8 +487,8 @@ class Steps:
     def _repeat(self, undecided: UndecidedStep) -> None:
         """Repeat a step that the gate has refused, and decide it before its optimizers run.
 
-        The weights, the moments and the buffers have not changed, so only the random state and the
-        loss scale must be restored.
+        The weights, the moments and the buffers have not changed. The random state and the loss
+        scale are restored, and the step runs with the modes and hyperparameters of its own call.
         """
         self._remove_provisional_count(undecided)
         self._rewind(undecided)
@@ -507,7 +507,7 @@ class Steps:
                 else:
                     result = self._end(self._skipped_without_repetition(undecided), call)
         except BaseException as error:
-            undecided.result.set_final(_refused(undecided, str(error)), repeated=True)
+            undecided.result.set_final(self._refused(undecided, str(error)), repeated=True)
             if isinstance(error, HoldfastError):
                 error.add_note(
                     f"This error belongs to step {undecided.global_step}, whose result was read"
@@ -544,6 +544,11 @@ class Steps:
             cursor.rewind_random_state(before, rewound)
         self.engine.loss_scale.put_back(undecided.loss_scale)
 
+    def _refused(self, undecided: UndecidedStep, reason: str) -> StepResult:
+        """Return the result of a refused step whose repetition has ended with an error."""
+        attempt = undecided.attempt.with_facts(undecided.readout.facts())
+        return self.engine.outcome(undecided.work, attempt).result(reason)
+
     def _skipped_without_repetition(self, undecided: UndecidedStep) -> Outcome:
         """Return the outcome of a refused step whose batch has since been changed."""
         attempt = undecided.attempt.with_facts(undecided.readout.facts())
@@ -563,18 +568,4 @@ def _skip_not_reproduced(first: GradientFacts) -> Decision:
             " changed since"
         ),
         promise="changes training",
-    )
-
-
-def _refused(undecided: UndecidedStep, reason: str) -> StepResult:
-    """Return the result of a refused step that has not been repeated to its end."""
-    attempt = undecided.attempt.with_facts(undecided.readout.facts())
-    return StepResult(
-        loss=attempt.loss,
-        items=attempt.items,
-        grad_norm=attempt.facts.norms,
-        micro_batch_size=attempt.micro_batch_size,
-        attempts=undecided.work.attempts,
-        skipped=True,
-        reason=reason,
     )

@@ -42,7 +42,7 @@ class Settlement:
 
     Args:
         settle: Function that reads the result of the undecided step, and recovers if it was
-            refused. It does nothing in another thread than that of the step.
+            refused. It does nothing in any thread other than the step's.
         preliminary_result: Function that returns what is known about the step if `settle` does
             nothing.
     """
@@ -130,10 +130,10 @@ class UndecidedResult(StepResult):
     def _plain_copy(self) -> StepResult:
         """Return the result as a plain `StepResult`, to be copied, pickled or printed."""
         final = self._wait_for_final()
-        known = {name: getattr(self, name) for name in _KNOWN_AT_ONCE}
+        values = {name: getattr(self, name) for name in _KNOWN_AT_ONCE}
         if isinstance(self.loss, LateLoss):
-            known["loss"] = self.loss.plain()
-        return replace(final, **known)
+            values["loss"] = self.loss.plain()
+        return replace(final, **values)
 
     def _wait_for_final(self) -> StepResult:
         if self._final is None:
