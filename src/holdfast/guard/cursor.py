@@ -283,13 +283,18 @@ class Cursor:
 
         If so, a save that is due can wait until the epoch has ended.
         """
+        return self.seems_to_end_after(batches=0)
+
+    def seems_to_end_after(self, *, batches: int) -> bool:
+        """Return whether the epoch ends after this many more batches, not counting the current one.
+
+        This relies on ``len(loader)``.
+        """
         if self._length is None:
             self._length = self._measured_length()
-        # The current batch is not included in `batches` while `fetching` is True.
-        return (
-            self._progress.under_way
-            and self._progress.batches + self._progress.fetching == self._length
-        )
+        # The current batch is not included in `batches` of the progress while `fetching` is True.
+        position = self._progress.batches + self._progress.fetching
+        return self._progress.under_way and position + batches == self._length
 
     def _measured_length(self) -> int:
         try:

@@ -49,6 +49,8 @@ class UnreadAttempt:
     measurement: Measurement
     # The largest number of samples in one pass, or None if unknown.
     micro_batch_size: int | None
+    # Whether the host must read the number of items, because it is the total over several ranks.
+    items_are_read: bool = False
 
     def copy_outputs(self) -> None:
         """Replace what the loss function has returned by copies, which nothing overwrites.
@@ -60,8 +62,12 @@ class UnreadAttempt:
 
     def with_facts(self, facts: GradientFacts) -> StepAttempt:
         """Return the attempt with the values that the host has read."""
+        passed = self.passed
+        if self.items_are_read:
+            assert facts.items is not None
+            passed = passed._replace(items=facts.items)
         return StepAttempt.of(
-            self.passed, self.groups, facts, self.measurement.norms, self.micro_batch_size
+            passed, self.groups, facts, self.measurement.norms, self.micro_batch_size
         )
 
 

@@ -39,6 +39,7 @@ from holdfast.guard.images import keep_image
 from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
+from holdfast.guard.run.joint_steps import JointSteps
 from holdfast.guard.run.loop import Loop
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
@@ -196,7 +197,8 @@ class Guard:
         self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
         timing = DecisionTiming(context, self._framework())
-        self._steps = Steps(self._session, self._engine, self._recovery, timing)
+        steps_type = JointSteps if ranks.has_group else Steps
+        self._steps = steps_type(self._session, self._engine, self._recovery, timing)
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery, self._steps)
         weakref.finalize(self, self._asked.uninstall)
@@ -278,6 +280,11 @@ class Guard:
         """Read the result of the last step if it is not known yet."""
         with naming_lack_of_memory("running a step"):
             self._steps.settle()
+
+    def _settle_without_others(self) -> None:
+        """Read the result of the last step, as far as this is possible without other ranks."""
+        with naming_lack_of_memory("running a step"):
+            self._steps.settle_without_others()
 
     def _settle_to_read(self) -> None:
         """Read the result of the last step, unless another thread runs the steps."""
@@ -443,7 +450,7 @@ class Guard:
 
     def _release(self, how: End | None = None) -> None:
         try:
-            self._settle()
+            self._settle_without_others()
         except BaseException as error:
             self._record.left_by(error)
             self._close_session("failed")
@@ -610,7 +617,7 @@ class Guard:
         only here, because they are less reliable: that the run does not learn (H828) and that its
         loss has risen (H826). The list is empty if the policy has ``diagnose=False``.
         """
-        self._settle()
+        self._settle_without_others()
         return self._engine.diagnosis.findings_on_request()
 
     def emit(self, data: EventData) -> None:
@@ -683,7 +690,7 @@ class Guard:
         average that the script has swapped in, because a checkpoint would contain those weights.
         """
         try:
-            self._settle()
+            self._settle_without_others()
             models, devices = list(self._parts.models.values()), self._parts.devices()
             stop = self._stop.interrupting_if(self._may_save_in_evaluation)
             with self._record.errors(), stop, evaluating(models, devices):

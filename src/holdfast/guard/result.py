@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -103,6 +104,21 @@ class StepAttempt:
             norms=norms,
             dropped=passed.dropped,
             extra=passed.extra,
+        )
+
+    @classmethod
+    def failed(cls, device: torch.device) -> StepAttempt:
+        """Return an attempt that has failed, so that its loss and gradients are unknown."""
+        facts = GradientFacts(
+            norms={}, total=math.nan, loss=math.nan, overflowed=False, nonfinite=True
+        )
+        return cls(
+            loss=torch.tensor(math.nan, device=device),
+            items=math.nan,
+            micro_batch_size=None,
+            groups=[],
+            facts=facts,
+            norms=torch.empty(0, device=device),
         )
 
 

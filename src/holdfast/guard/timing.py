@@ -57,6 +57,8 @@ class BeforeStep:
     shared_generators: frozenset[str]
     # The number of earlier steps whose results are unknown: 0 or 1.
     undecided_steps: int
+    # Whether no divergence is suspected.
+    is_calm: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +76,6 @@ AfterBackwardRule: TypeAlias = Callable[[AfterBackward], Reason | None]
 
 
 # --- when the run begins
-
-
-def several_ranks(context: RunContext) -> Reason | None:
-    """Ranks agree on each step in a collective, for which the host needs the result."""
-    if context.ranks.world_size == 1:
-        return None
-    return Reason(why="the ranks of a run decide together, before their optimizers run")
 
 
 def additional_state(context: RunContext) -> Reason | None:
@@ -115,7 +110,6 @@ def device_without_events(context: RunContext) -> Reason | None:
 
 
 RUN_RULES: tuple[RunRule, ...] = (
-    several_ranks,
     additional_state,
     averaged_weights,
     several_devices,
@@ -124,6 +118,12 @@ RUN_RULES: tuple[RunRule, ...] = (
 
 
 # --- when a step begins
+
+
+def ranks_that_must_agree(begin: BeforeStep) -> Reason | None:
+    """Some ranks can agree on a step only before its optimizer runs."""
+    why = begin.context.ranks.why_decide_now
+    return None if why is None else Reason(why=why)
 
 
 def optimizer_without_gate(begin: BeforeStep) -> Reason | None:
@@ -199,22 +199,29 @@ def shared_generators(begin: BeforeStep) -> Reason | None:
 
 def suspected_divergence(begin: BeforeStep) -> Reason | None:
     """While a divergence is suspected, there is no loss limit that the device could apply."""
-    if not _may_refuse_spikes(begin.context) or begin.context.spikes.is_calm():
+    if begin.is_calm or not _may_refuse_spikes(begin.context):
         return None
     return _NOT_RECORDED
 
 
+# These rules have the same answer on all ranks, which must decide a step at the same time.
 BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
+    ranks_that_must_agree,
     optimizer_without_gate,
     optimizer_with_hooks,
     first_step_of_an_optimizer,
     nested_step,
     several_batches,
-    short_of_memory,
     observed_by_the_diagnosis,
+    suspected_divergence,
+)
+
+# These rules may have different answers on different ranks. A rank that must read the result of a
+# step at once does so alone, after the backward pass; see `run.joint_steps`.
+RANK_RULES: tuple[BeforeStepRule, ...] = (
+    short_of_memory,
     frozen_parameters_that_change,
     shared_generators,
-    suspected_divergence,
 )
 
 
@@ -355,6 +362,8 @@ class DecisionTiming:
         self._stepped: set[str] = set()
         # The reasons that were recorded.
         self._recorded: set[str] = set()
+        # Why this rank must read the result of the current step at once, whatever others do.
+        self._reason_of_rank: Reason | None = None
         decide = context.policy.decide
         if decide == "late":
             for name, optimizer in context.parts.optimizers.items():
@@ -372,13 +381,16 @@ class DecisionTiming:
         elif self.may_decide_late:
             self._reason_of_run = _reason_in(RUN_RULES, context)
 
-    def must_decide_now(self, batch: Any, names: Sequence[str], *, undecided_steps: int) -> bool:
+    def must_decide_now(
+        self, batch: Any, names: Sequence[str], *, undecided_steps: int, is_calm: bool
+    ) -> bool:
         """Return whether the result of the next step must be read before its optimizer runs.
 
         Args:
             batch: The batch of the step.
             names: The names of the optimizers to step.
             undecided_steps: The number of earlier steps whose results are unknown: 0 or 1.
+            is_calm: Whether no divergence is suspected. The same on all ranks.
         """
         if not self.may_decide_late:
             return True
@@ -393,14 +405,21 @@ class DecisionTiming:
                 stepped=self._stepped,
                 shared_generators=self.generators.shared,
                 undecided_steps=undecided_steps,
+                is_calm=is_calm,
             )
             reason = _reason_in(BEFORE_STEP_RULES, begin)
+            self._reason_of_rank = _reason_in(RANK_RULES, begin)
+            if not self._context.ranks.has_group:
+                reason = reason or self._reason_of_rank
         return self._note(reason)
 
     def must_decide_attempt_now(self, work: Work, attempt: UnreadAttempt) -> bool:
-        """Return whether the result of an attempt must be read before the optimizer runs."""
+        """Return whether the result of an attempt must be read before the optimizer runs.
+
+        With several ranks, the answer may be different on other ranks.
+        """
         end = AfterBackward(context=self._context, work=work, attempt=attempt)
-        return self._note(_reason_in(AFTER_BACKWARD_RULES, end))
+        return self._note(self._reason_of_rank or _reason_in(AFTER_BACKWARD_RULES, end))
 
     def note_committed(self, names: Sequence[str]) -> None:
         """Note that these optimizers have stepped."""

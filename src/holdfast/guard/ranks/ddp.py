@@ -20,7 +20,7 @@ from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.origin import OriginReport
 from holdfast.guard.ranks.process_group import ProcessGroupRanks
 from holdfast.guard.ranks.replicated import ReplicatedModel
-from holdfast.guard.ranks.state_transfer import StateTransfer, transfer_of
+from holdfast.guard.ranks.state_transfer import StateTransfer, transfer_of, without_help
 from holdfast.guard.ranks.tape import Tape
 from holdfast.guard.result import PassResult, Provenance
 from holdfast.memory.ladder import StepPlan
@@ -67,6 +67,13 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return None
 
     @property
+    def why_decide_now(self) -> str | None:
+        """Return why the result of a step must be read before its optimizer runs, or None."""
+        if self._has_failed_unread:
+            return "a rank has run out of memory, so all ranks agree on each attempt"
+        return self._model.why_decide_now
+
+    @property
     def writers(self) -> Writers | None:
         """Return the checkpoint writers on the first rank, and None on the others."""
         return self._writers
@@ -93,7 +100,14 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return plan
 
     def request_optimizer_state(self) -> bool:
-        """Request the weights and moments from another rank, which holds the same ones."""
+        """Request the weights and moments from another rank, which holds the same ones.
+
+        Raises:
+            OutOfMemoryError: H402 if the step is decided late, since the other ranks then learn too
+                late that this one needs their state.
+        """
+        if self.has_unread:
+            raise without_help("the other ranks have already continued with the next step")
         self._transfer.request()
         return True
 

@@ -8,7 +8,7 @@ from typing import final
 
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.messages import Messages
-from holdfast.guard.ranks.row import STEP, Rows
+from holdfast.guard.ranks.row import EPOCH_END, Rows
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 
@@ -82,38 +82,73 @@ class GroupSaves:
         self._cursor = cursor
         # The step after which all ranks save. None if no save is due.
         self._due_from: int | None = None
+        # The global step at which `take_due` last returned True.
+        self._taken_at: int | None = None
         self._refused = False
 
-    def fields_of_row(self, kind: float) -> dict[str, bool]:
+    def fields_of_row(self, kind: float) -> dict[str, float]:
         """Return the row fields that hold the decision. Only the first rank calls this.
 
         Args:
             kind: The kind of the row that is about to be sent, such as `STEP`.
         """
-        steps = int(kind == STEP)
-        waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
+        steps = self._steps_until_save(kind)
         return {
-            "save": not waits and self._own.is_due(after_steps=steps),
+            "save": 0 if steps is None else 1 + steps,
             "refused": self._own.has_refusal,
         }
 
-    def receive(self, rows: Rows) -> None:
-        """Apply the decision in the first rank's row."""
+    def _steps_until_save(self, kind: float) -> int | None:
+        """Return after how many steps from the last one to save, or None if no save is due soon.
+
+        The row of a step may be read only after the next step. It therefore has to announce a save
+        that is due after the next step, too.
+        """
+        if kind == EPOCH_END:
+            return 0 if self._own.is_due() else None
+        for steps in (1, 2):
+            if self._cursor is not None and self._cursor.seems_to_end_after(batches=steps - 1):
+                # A save can wait for the end of the epoch.
+                return None
+            if self._own.is_due(after_steps=steps):
+                return steps
+        return None
+
+    def receive(self, rows: Rows, *, is_counted: bool) -> None:
+        """Apply the decision in the first rank's row.
+
+        Args:
+            rows: The rows of all ranks.
+            is_counted: Whether the global step includes the step to which the rows belong.
+        """
         first = rows.by_rank[0]
         self._refused = bool(first.refused)
         self._due_from = None
         if first.save:
-            # A row of a step is sent before the step is counted, so add that step here.
-            self._due_from = self._own.global_step + (first.kind == STEP)
+            step_before = self._own.global_step - int(is_counted)
+            self._due_from = step_before + int(first.save) - 1
 
     def is_due(self) -> bool:
-        """Return whether all ranks must save at this step boundary, and discard the decision.
+        """Return whether all ranks must save at this step boundary.
 
-        The result is False if the step after which a save was due has been skipped.
+        The result is False if the step after which a save was due has been skipped, or if
+        `take_due` has returned True at that step or a later one.
         """
         due_from = self._due_from
-        self._due_from = None
-        return due_from is not None and self._own.global_step >= due_from
+        global_step = self._own.global_step
+        if due_from is None or global_step < due_from:
+            return False
+        if self._taken_at is not None and self._taken_at > global_step:
+            # The run has returned to an earlier step since then.
+            self._taken_at = None
+        return self._taken_at is None or self._taken_at < due_from
+
+    def take_due(self) -> bool:
+        """Return whether all ranks must save now. If so, the decision has then been carried out."""
+        if not self.is_due():
+            return False
+        self._taken_at = self._own.global_step
+        return True
 
     def let_finish(self) -> None:
         """Wait briefly for a running save, which stops once the other ranks learn of an error."""

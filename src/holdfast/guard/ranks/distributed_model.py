@@ -62,7 +62,11 @@ class DistributedModel(ABC):
 
     @abstractmethod
     def discard_attempt(self) -> None:
-        """Discard an attempt that has failed on at least one rank. All ranks must call this."""
+        """Discard an attempt that has failed on at least one rank.
+
+        All ranks must call this before the next attempt that succeeds. A rank that has failed may
+        also call it earlier.
+        """
 
     @abstractmethod
     def own_collectives(self) -> int:

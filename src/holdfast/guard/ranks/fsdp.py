@@ -57,6 +57,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
     # A rank that runs out of memory may recompute modules: all ranks recompute the same ones, and
     # therefore repeat the collectives in these modules together.
     why_only_retry = None
+    why_decide_now = "the norms of sharded gradients are combined in a collective"
     ignored: Sequence[str] = ()
 
     def __init__(

@@ -40,6 +40,10 @@ class Saves(Protocol):
         """Return whether all ranks must save at this step boundary."""
         ...
 
+    def take_due(self) -> bool:
+        """Return whether all ranks must save now, which the caller then does or postpones."""
+        ...
+
     def take_refusal(self) -> str | None:
         """Return why a save has been refused since the last call, or None."""
         ...
@@ -60,6 +64,11 @@ class Ranks(Protocol):
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
+        ...
+
+    @property
+    def has_group(self) -> bool:
+        """Return whether this process belongs to a process group, which may have only one rank."""
         ...
 
     @property
@@ -199,6 +208,70 @@ class Ranks(Protocol):
         Returns:
             A result with the mean loss over the items of all ranks and the number of these items.
             All other fields are those of this rank.
+        """
+        ...
+
+    @property
+    def why_decide_now(self) -> str | None:
+        """Return why the result of a step must be read before its optimizer runs, or None.
+
+        The answer is the same on all ranks; see `holdfast.guard.decision`.
+        """
+        ...
+
+    def combine_unread(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
+        """Do the same as `combine`, without reading the results of the other ranks.
+
+        Returns:
+            A result like that of `combine`, whose loss and number of items are tensors of shape
+            ``()``. The number of items is NaN if it is not valid on any of the ranks.
+        """
+        ...
+
+    def leave_unread(self) -> None:
+        """End an attempt that has succeeded on this rank, and whose result is read later."""
+        ...
+
+    @property
+    def has_unread(self) -> bool:
+        """Return whether `receive_unread` must still be called for the last step."""
+        ...
+
+    def fail_unread(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """End an attempt that has failed on this rank, so that all ranks refuse it.
+
+        Only the ranks that failed call this method. The other ranks call `leave_unread`. All ranks
+        learn of the failure in `agree_on_failure`.
+
+        Args:
+            failure: A description of the failure.
+            parameters: The parameters whose gradients are cleared.
+
+        Raises:
+            OutOfMemoryError: H401 if the collectives cannot be completed.
+        """
+        ...
+
+    def receive_unread(self, *, in_step: bool) -> None:
+        """Receive the decisions that other ranks have sent with the last step, which was accepted.
+
+        If there is no such step, or they were received already, this does nothing.
+
+        Args:
+            in_step: Whether the next step has already been attempted.
+        """
+        ...
+
+    def agree_on_failure(self, *, failed: bool) -> bool:
+        """Return whether the last step, which all ranks have refused, has failed on any rank.
+
+        An attempt at the next step is discarded too.
+
+        Args:
+            failed: Whether the last step has failed on this rank.
+
+        Raises:
+            RankError: H116 if the ranks were not at the same step with the same batch.
         """
         ...
 

@@ -160,6 +160,21 @@ class Messages:
         for rank in self._ranks:
             self._store.set_text(f"{key}/{rank}", text)
 
+    def request_once(self, queue: str, text: str) -> None:
+        """Append a text to a queue of requests, unless a rank has already sent the same text.
+
+        The threads receive the requests in `wait_for_request`, under the keys ``{queue}/0``,
+        ``{queue}/1`` and so on.
+
+        Args:
+            queue: The name of the queue.
+            text: The text to send.
+        """
+        is_first = self._store.add(f"{queue}/senders of {text}", 1) == 1
+        if is_first:
+            number = self._store.add(f"{queue}/length", 1) - 1
+            self.request(f"{queue}/{number}", text)
+
     def wait_for_request(self, store: RankStore, key: str) -> str | None:
         """Wait for a text sent by `request`, and return it. Return None if this process is exiting.
 

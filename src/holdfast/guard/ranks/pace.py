@@ -60,14 +60,17 @@ class Pace:
         between = 0.0 if self._step_ended is None else self._step_began - self._step_ended
         return {"between": between, "forward": time.perf_counter() - self._attempt_began}
 
-    def end_step(self, rows: Rows) -> None:
+    def end_step(self) -> None:
+        """Record that the last attempt at a step has ended on this rank."""
+        self._step_ended = time.perf_counter()
+
+    def add(self, rows: Rows) -> None:
         """Add the times of a step that succeeded on all ranks to the totals of the epoch."""
         for rank, row in enumerate(rows.by_rank):
             self._items[rank] += row.items
             self._between[rank] += row.between
             self._forward[rank] += row.forward
         self._steps += 1
-        self._step_ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
         """End the epoch, and return an event about the rank that the others waited for, or None.

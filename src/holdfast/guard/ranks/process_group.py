@@ -9,6 +9,7 @@ way tells the others why, and all ranks exit.
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -77,6 +78,8 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         transfer: Copies state from another rank to a rank whose optimizer has failed.
     """
 
+    has_group = True
+
     def __init__(
         self, model: _Model, messages: Messages, tape: Tape, transfer: StateTransfer
     ) -> None:
@@ -93,6 +96,8 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._own_collectives = 0
         # Whether the loss or the model has ever started collectives.
         self._has_own_collectives = False
+        # Whether an attempt whose result was not read at once has failed on any rank.
+        self._has_failed_unread = False
         # An event that the guard has not recorded yet.
         self._event: OwnCollectives | None = None
         # This is created by `connect`, because it needs this rank's loader and saves, which in turn
@@ -125,6 +130,11 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     @abstractmethod
     def ignored(self) -> Sequence[str]:
         """Return the names of weights and buffers that the model's wrapper does not broadcast."""
+
+    @property
+    @abstractmethod
+    def why_decide_now(self) -> str | None:
+        """Return why the result of a step must be read before its optimizer runs, or None."""
 
     @abstractmethod
     def inspect_gradients(
@@ -349,6 +359,19 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             passed.extra,
         )
 
+    def combine_unread(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
+        """Do the same as `combine`, without reading the rows of the other ranks."""
+        rows = self._exchange.correct_gradients_unread(parameters)
+        self._note_own_collectives(self._model.own_collectives())
+        are_valid = rows.are_valid(counted=self._exchange.counted)
+        return PassResult(
+            rows.loss().to(passed.loss.dtype),
+            torch.where(are_valid, rows.items(), math.nan),
+            passed.dropped,
+            passed.counted,
+            passed.extra,
+        )
+
     def _note_own_collectives(self, count: int) -> None:
         """Record how many collectives the loss or the model started in an attempt."""
         self._own_collectives = count
@@ -372,17 +395,21 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         if (attempt.facts.nonfinite or rows.failed) and self._agree_on_retry(_Result.MADE):
             return False
         self._model.end_attempt()
-        self._exchange.commit()
-        self._exchange.receive_decisions(rows)
-        self._pace.end_step(rows)
+        self._exchange.receive_decisions(rows, is_counted=False)
+        self._pace.add(rows)
+        self._pace.end_step()
         return True
 
     def complete_collectives(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Complete the collectives that other ranks are waiting for, after an attempt failed here.
+        """Complete the collectives that other ranks are waiting for, and agree on another attempt.
 
         Raises:
             OutOfMemoryError: H401 if the collectives cannot be completed.
         """
+        self._complete_or_raise(failure, parameters)
+        self._agree_on_retry(_Result.FAILED)
+
+    def _complete_or_raise(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             parameter.grad = None
         device = self._model.device
@@ -395,7 +422,6 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
                 fix="use a smaller batch or model, and start all ranks again.",
                 rule="H401",
             )
-        self._agree_on_retry(_Result.FAILED)
 
     def _complete_collectives(self) -> str | None:
         """Start the collectives in which the other ranks are waiting, with NaN as input.
@@ -437,6 +463,47 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._transfer.catch_up([other == _Result.BEHIND for other in results])
         return True
 
+    # --- an attempt whose result is read after the next one
+
+    def leave_unread(self) -> None:
+        """End an attempt, and start copying the rows of all ranks to the host."""
+        self._model.end_attempt()
+        self._exchange.leave_unread()
+        self._pace.end_step()
+
+    @property
+    def has_unread(self) -> bool:
+        """Return whether the rows of the last step have not been read yet."""
+        return self._exchange.has_unread
+
+    def fail_unread(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Complete the collectives of an attempt that has failed here, so that all ranks refuse it.
+
+        Raises:
+            OutOfMemoryError: H401 if the collectives cannot be completed.
+        """
+        self._complete_or_raise(failure, parameters)
+        self._model.discard_attempt()
+        self.leave_unread()
+
+    def receive_unread(self, *, in_step: bool) -> None:
+        """Apply the decisions in the rows of the last step, which was accepted."""
+        rows = self._exchange.take_unread(except_newest=in_step)
+        if rows is not None:
+            self._exchange.receive_decisions(rows, is_counted=True)
+            self._pace.add(rows)
+
+    def agree_on_failure(self, *, failed: bool) -> bool:
+        """Return whether the last step, which all ranks have refused, has failed on any rank."""
+        result = _Result.FAILED if failed else _Result.MADE
+        results = self._messages.exchange("the last step", int(result))
+        self._exchange.discard_unread()
+        has_failed = any(results)
+        if has_failed:
+            self._has_failed_unread = True
+            self._model.discard_attempt()
+        return has_failed
+
     # --- NaN and Inf
 
     def find_origin(
@@ -454,7 +521,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def end_epoch(self) -> RankIsSlow | None:
         """Record that the loader has ended. The first rank returns an event about a slow rank."""
         rows = self._rows_of_epoch_end()
-        self._exchange.receive_decisions(rows)
+        self._exchange.receive_decisions(rows, is_counted=True)
         self._transfer.catch_up(rows.which_failed())
         slowest = self._pace.slowest(rows)
         return slowest if self.rank == 0 else None

@@ -66,6 +66,9 @@ class ReplicatedModel(DistributedModel):
         # Whether the loss or the model starts collectives in backward. None until the first step
         # has shown this.
         self._has_collectives_in_backward: bool | None = None
+        # Why a step must be decided before its optimizer runs, once the hooks have been checked.
+        self._why_decide_now: str | None = None
+        self._has_checked_hook = False
         # How many gradient reductions torch starts in a step.
         self._reductions = 0
 
@@ -85,6 +88,19 @@ class ReplicatedModel(DistributedModel):
         if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
             return "a first step in several parts, from which torch cannot record a static_graph,"
         return None
+
+    @property
+    def why_decide_now(self) -> str | None:
+        """Return why the result of a step must be read before its optimizer runs, or None."""
+        if self._attempts and not self._has_checked_hook:
+            # A hook can be registered only before the first backward pass.
+            self._has_checked_hook = True
+            hook = self._unknown_hook()
+            if hook is not None:
+                self._why_decide_now = (
+                    f"the communication hook {hook!r} may keep state from a step that is refused"
+                )
+        return self._why_decide_now
 
     # --- an attempt
 
@@ -323,8 +339,10 @@ class ReplicatedModel(DistributedModel):
         return distributed.all_reduce(tensor, group=self.group, async_op=True)
 
     def discard_attempt(self) -> None:
-        """Discard an attempt that has failed on at least one rank. All ranks must call this."""
-        self._tape.count_failed_attempt()
+        """Discard an attempt that has failed on at least one rank.
+
+        torch then rebuilds its buckets after the next attempt, which involves all ranks.
+        """
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager

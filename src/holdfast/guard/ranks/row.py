@@ -1,7 +1,7 @@
 """The row of numbers that each rank sends to all ranks in each step, during the backward pass.
 
-A rank sends a `Row`. `PendingRows` is an exchange in progress, and `Rows` is its result: the rows
-of all ranks.
+A rank sends a `Row`. `PendingRows` is an exchange in progress, and its result are the rows of all
+ranks: as `Rows` once the host has read them, and as `DeviceRows` before that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from holdfast.core.errors import RankError
+from holdfast.guard.decision import HostCopy
 
 # The kinds of rows: a row is sent in each attempt at a step, and at the end of each epoch.
 STEP = 0.0
@@ -52,9 +53,11 @@ class Row(NamedTuple):
     loss: float = 0.0
     # 0 for no stop request, 1 for `request_stop`, and 1 plus the signal number for a signal.
     stop: float = 0.0
-    # Whether a save is due after this step, and whether a save was refused. Only the values of the
-    # first rank are used.
-    save: float = False
+    # 0 if no save is due soon. Otherwise, 1 plus the number of steps until it is due: 0 at the end
+    # of an epoch, 1 if it is due after this step, and 2 if it is due after the next step. Only the
+    # value of the first rank is used.
+    save: float = 0.0
+    # Whether a save was refused. Only the value of the first rank is used.
     refused: float = False
     # Whether another rank trains on the same samples and counts them.
     repeats: float = False
@@ -81,6 +84,9 @@ class Row(NamedTuple):
 _WIDTH = len(Row._fields)
 _ITEMS = Row._fields.index("items")
 _LOSS = Row._fields.index("loss")
+# The fields that must be equal on all ranks in a step.
+_MUST_AGREE = [Row._fields.index(name) for name in ("kind", "number", "guard", "epoch", "batch")]
+_REPEATS = Row._fields.index("repeats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,8 @@ class Rows:
     @property
     def loss(self) -> float:
         """Return the mean loss over the items of all ranks."""
-        weighted = (row.items * row.loss for row in self.by_rank)
-        return sum(weighted) / self.items
+        numbers = torch.tensor(self.by_rank, dtype=torch.float64)
+        return float(DeviceRows(numbers).loss())
 
     @property
     def stop(self) -> tuple[int, float]:
@@ -224,12 +230,33 @@ class PendingRows:
     """
 
     def __init__(self, row: Row, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        self._row = torch.tensor(row, dtype=torch.float64, device=device)
+        # A copy to an accelerator makes the host wait unless its source is pinned.
+        numbers = torch.tensor(row, dtype=torch.float64, pin_memory=device.type != "cpu")
+        self._row = numbers.to(device, non_blocking=True)
         self._row[_ITEMS] = items
         self._row[_LOSS] = loss
         self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
         self._work = _gather(self._all, self._row, group=group, async_op=True)
+        # Whether later operations on the device use the rows of all ranks.
+        self._has_arrived = False
+        self._copy: HostCopy | None = None
         self._rows: Rows | None = None
+
+    def on_device(self) -> DeviceRows:
+        """Return the rows of all ranks in a tensor on the device.
+
+        With NCCL, the host does not wait. With gloo, it waits for the other ranks.
+        """
+        if not self._has_arrived:
+            assert self._work is not None
+            self._work.wait()
+            self._has_arrived = True
+        return DeviceRows(self._all.view(-1, _WIDTH))
+
+    def start_reading(self) -> None:
+        """Start copying the rows of all ranks to the host, without waiting for the copy."""
+        self.on_device()
+        self._copy = HostCopy(self._all)
 
     def rows(self) -> Rows:
         """Return the rows of all ranks, after waiting for the other ranks and for the device.
@@ -238,11 +265,58 @@ class PendingRows:
             RankError: H116 if the ranks are not at the same step with the same batch.
         """
         if self._rows is None:
-            assert self._work is not None
-            self._work.wait()
-            self._rows = rows_of(self._all.view(-1, _WIDTH).tolist())
+            if self._copy is None:
+                self.start_reading()
+            assert self._copy is not None
+            numbers = torch.tensor(self._copy.read(), dtype=torch.float64)
+            self._rows = rows_of(numbers.view(-1, _WIDTH).tolist())
             self._rows.check()
         return self._rows
+
+
+@final
+class DeviceRows:
+    """The rows of all ranks in a tensor. The host does not read any of them here.
+
+    Args:
+        numbers: The rows in order of rank, shape ``(ranks, fields)``, fp64.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers
+
+    def loss(self) -> torch.Tensor:
+        """Return the mean loss over the items of all ranks, shape ``()``."""
+        items = self._column(_ITEMS)
+        return (items * self._column(_LOSS)).sum() / items.sum()
+
+    def items(self) -> torch.Tensor:
+        """Return the total number of items over all ranks, shape ``()``."""
+        return self._column(_ITEMS).sum()
+
+    def are_valid(self, *, counted: bool) -> torch.Tensor:
+        """Return whether a step may be made with these rows: a bool tensor of shape ``()``.
+
+        All ranks must be at the same step with the same batch, and the number of items must be
+        valid on each of them. A rank may have 0 items only if it repeats samples that another rank
+        counts.
+
+        Args:
+            counted: Whether the numbers of items must be whole numbers.
+        """
+        # An index with a list of fields would copy the list to the device, and make the host wait.
+        position = torch.stack([self._column(field) for field in _MUST_AGREE])
+        agree = (position == position[:, :1]).all()
+        items = self._column(_ITEMS)
+        repeats = self._column(_REPEATS) != 0
+        valid = (items > 0) | ((items == 0) & repeats)
+        valid = valid & torch.isfinite(items)
+        if counted:
+            valid = valid & (items == items.floor())
+        return agree & valid.all()
+
+    def _column(self, field: int) -> torch.Tensor:
+        return self._numbers[:, field]
 
 
 def rows_of(numbers: Iterable[Iterable[float]]) -> Rows:

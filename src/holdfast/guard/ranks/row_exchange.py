@@ -5,12 +5,16 @@ share of the items. DistributedDataParallel and ``fully_shard`` instead give all
 weight. Each rank therefore multiplies its loss by its number of items, relative to a reference
 number that is the same on all ranks. Once all numbers of items are known, all ranks multiply their
 gradients by one correction factor.
+
+The reference hardly ever changes. In particular, it does not depend on the last step, whose rows
+the host may not have read yet; see ``decision``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -19,9 +23,18 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.decisions import GroupSaves, GroupStopRequest
 from holdfast.guard.ranks.distributed_model import DistributedModel
 from holdfast.guard.ranks.messages import Messages
-from holdfast.guard.ranks.row import STEP, PendingRows, Position, Row, Rows
-from holdfast.numerics.gradients import local
+from holdfast.guard.ranks.row import STEP, DeviceRows, PendingRows, Position, Row, Rows
+from holdfast.numerics.gradients import local, multiply
 from holdfast.numerics.loss import check_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnreadRows:
+    """The exchange of an attempt that has ended, before the host has read it."""
+
+    pending: PendingRows
+    # The value of `RowExchange.reference` before the attempt.
+    reference_before: float | None
 
 
 @final
@@ -64,6 +77,9 @@ class RowExchange:
         self._reference_before: float | None = None
         # Whether the numbers of items in this attempt must be whole numbers.
         self._counted = False
+        # The exchanges of ended attempts that the host has not read yet: at most that of the last
+        # step and that of the current one.
+        self._unread: list[_UnreadRows] = []
 
     def resume(self, reference: float | None) -> None:
         """Set the reference to that of a checkpoint, or to None if the checkpoint has none."""
@@ -159,10 +175,11 @@ class RowExchange:
     def _reference_for(self, items: Any) -> float:
         """Return the reference, by which each rank divides its own number of items.
 
-        The reference is the mean number of items over the ranks in the last step or, if all ranks
-        have the same number in this step, that number. With equal numbers, the weight is exactly 1,
-        so the gradients are bit-identical to those of an unguarded loop. A rank waits for the rows
-        of the other ranks only if its number differs from the last reference.
+        The reference is the mean number of items over the ranks in the first step. It changes if
+        all ranks know on the host that they have another, equal number: the weight is then exactly
+        1, so the gradients are bit-identical to those of an unguarded loop. A rank waits for the
+        rows of the other ranks only if its number is known on the host and differs from the
+        reference.
         """
         reference = self.reference
         if reference is None or (isinstance(items, (int, float)) and items != reference):
@@ -198,16 +215,75 @@ class RowExchange:
         if factor != 1.0:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
-    def receive_decisions(self, rows: Rows) -> None:
-        """Apply the stop requests and save decisions in the rows of all ranks."""
+    def correct_gradients_unread(self, parameters: Sequence[torch.Tensor]) -> DeviceRows:
+        """Multiply the gradients by the factor, without reading the rows of the other ranks.
+
+        Args:
+            parameters: The parameters that have gradients.
+
+        Returns:
+            The rows of all ranks, on the device.
+        """
+        assert self._pending is not None
+        assert self.reference is not None
+        rows = self._pending.on_device()
+        factor = self._world_size * self.reference / rows.items()
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        multiply(gradients, factor)
+        return rows
+
+    @property
+    def counted(self) -> bool:
+        """Return whether the numbers of items in this attempt must be whole numbers."""
+        return self._counted
+
+    def receive_decisions(self, rows: Rows, *, is_counted: bool) -> None:
+        """Apply the stop requests and save decisions in the rows of all ranks.
+
+        Args:
+            rows: The rows of all ranks.
+            is_counted: Whether the global step includes the step to which the rows belong.
+        """
         self._stop.receive(rows)
-        self.saves.receive(rows)
+        self.saves.receive(rows, is_counted=is_counted)
 
     # --- the end of an attempt
 
-    def commit(self) -> None:
-        """Use the mean number of items in this attempt as the reference for the next attempt."""
-        self.reference = self.rows.items / self._world_size
+    def leave_unread(self) -> None:
+        """End an attempt whose rows are read after the next attempt, by `take_unread`."""
+        assert self._pending is not None
+        self._pending.start_reading()
+        unread = _UnreadRows(pending=self._pending, reference_before=self._reference_before)
+        self._unread.append(unread)
+
+    @property
+    def has_unread(self) -> bool:
+        """Return whether the rows of an attempt that has ended have not been read yet."""
+        return bool(self._unread)
+
+    def take_unread(self, *, except_newest: bool) -> Rows | None:
+        """Return the rows of the oldest attempt that `leave_unread` has ended, or None.
+
+        Args:
+            except_newest: Whether to leave out the newest attempt.
+
+        Raises:
+            RankError: H116 if the ranks are not at the same step with the same batch.
+        """
+        if len(self._unread) <= int(except_newest):
+            return None
+        return self._unread.pop(0).pending.rows()
+
+    def discard_unread(self) -> None:
+        """Discard the attempts that `leave_unread` has ended, of which the oldest was refused.
+
+        Raises:
+            RankError: H116 if the ranks were not at the same step with the same batch.
+        """
+        oldest = self._unread[0]
+        self._unread = []
+        self.reference = oldest.reference_before
+        oldest.pending.rows()
 
     def discard(self) -> None:
         """Restore the reference from before this attempt."""

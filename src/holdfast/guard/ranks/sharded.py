@@ -184,8 +184,7 @@ class ShardedModel(DistributedModel):
         return torch.full((entry.size,), math.nan, dtype=dtype, device=self.device)
 
     def discard_attempt(self) -> None:
-        """Discard an attempt that has failed on at least one rank. All ranks must call this."""
-        self._tape.count_failed_attempt()
+        """Do nothing, since `follow` has already discarded the attempt."""
 
     @property
     def gradient_order(self) -> list[int]:

@@ -37,9 +37,12 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+    has_group = False
     has_left_group = False
     shards_state = False
     why_only_retry = None
+    why_decide_now = None
+    has_unread = False
     ignored: Sequence[str] = ()
 
     def __init__(self) -> None:
@@ -102,6 +105,23 @@ class SingleProcess:
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
         """Return `passed` unchanged, since there are no other results."""
         return passed
+
+    def combine_unread(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
+        """Return `passed` unchanged, since there are no other results."""
+        return passed
+
+    def leave_unread(self) -> None:
+        """Do nothing: there are no results of other ranks to read."""
+
+    def fail_unread(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Do nothing: no other rank is waiting in a collective."""
+
+    def receive_unread(self, *, in_step: bool) -> None:
+        """Do nothing: there are no other ranks that decide anything."""
+
+    def agree_on_failure(self, *, failed: bool) -> bool:
+        """Return `failed`, since no other rank can have failed."""
+        return failed
 
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None

@@ -2,8 +2,12 @@
 
 The other ranks wait for the failed rank in collectives whose order is unknown in advance. Each rank
 therefore keeps a tape: a list of the collectives that the guard and the model's wrapper have
-started in this attempt. A failed rank asks the other ranks for their tapes and starts the same
+started in an attempt. A failed rank asks the other ranks for their tapes and starts the same
 collectives. In a normal attempt, this costs only a short list and a waiting thread.
+
+Another rank may be in a later attempt by the time it is asked, because the collectives of an
+accelerator run while the host continues. Requests and tapes therefore name the attempt, and each
+rank keeps its last few tapes.
 
 Collectives that the loss or the model itself starts (see `collectives`) cannot be started by hand,
 since their inputs are unknown. If another rank is waiting in such a collective and the failed rank
@@ -17,7 +21,8 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from holdfast.guard.ranks.collectives import Collectives, groups_shared_with
@@ -27,12 +32,17 @@ from holdfast.guard.ranks.store import RankStore
 # The time between two checks for new entries on other ranks' tapes or on this rank's tape, in
 # seconds.
 _POLL_SECONDS = 0.002
+# How many tapes of earlier attempts a rank keeps. A rank cannot be more than one attempt ahead of
+# another one, because it waits for the result of each attempt after the next one.
+_KEPT_TAPES = 2
 # The kinds of collectives on a tape. The tape of a sharded model has all kinds. That of a
 # replicated model has only `ROW`, since the process group counts the other collectives.
 ROW = "row"
 GATHER = "gather"
 SCATTER = "scatter"
 NORMS = "norms"
+# The prefix of the keys under which tapes are requested.
+_REQUESTS = "tape requests"
 
 
 class Entry(NamedTuple):
@@ -53,6 +63,15 @@ class Entry(NamedTuple):
     averages: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EndedTape:
+    """The tape of an attempt that this rank has ended."""
+
+    entries: Sequence[Entry] = ()
+    # How many collectives the loss or the model has started on each group.
+    collectives: Counter[str] = field(default_factory=Counter)
+
+
 @final
 class Tape:
     """Records this rank's collectives in the current attempt, which other ranks may ask for.
@@ -67,13 +86,17 @@ class Tape:
         self._attempt = 0
         self._entries: list[Entry] = []
         self._is_over = True
-        # The number of attempts that failed on any rank, which is the same on all ranks. It is part
-        # of the keys under which tapes are requested and sent.
-        self._failed_attempts = 0
+        # The tapes of the last attempts, by the number of the attempt.
+        self._ended: dict[int, _EndedTape] = {}
         messages.start_thread(self._serve, "holdfast-tape")
 
     def begin(self) -> None:
         """Start a new tape for an attempt. All ranks must call this the same number of times."""
+        self.end()
+        self._ended[self._attempt] = _EndedTape(
+            entries=self._entries, collectives=self.collectives.started()
+        )
+        self._ended.pop(self._attempt - _KEPT_TAPES, None)
         self._entries = []
         self._is_over = False
         self.collectives.begin()
@@ -175,14 +198,14 @@ class Tape:
             )
 
     def _request_tapes(self) -> list[str]:
-        """Ask the other ranks for their tapes.
+        """Ask the other ranks for their tapes of the current attempt.
 
         Returns:
             The prefixes of the keys under which the other ranks will send their tapes.
         """
         self.end()
-        name = f"tape/{self._failed_attempts}"
-        self._messages.request(name, str(self._attempt))
+        self._messages.request_once(_REQUESTS, str(self._attempt))
+        name = _name_of(self._attempt)
         return [f"{name}/{rank}" for rank in self._messages.others]
 
     def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
@@ -213,24 +236,15 @@ class Tape:
                 )
         return None
 
-    def count_failed_attempt(self) -> None:
-        """Record that an attempt has failed on at least one rank.
-
-        All ranks must call this the same number of times.
-        """
-        self._failed_attempts += 1
-
     def _serve(self, store: RankStore) -> None:
         """Send this rank's tape whenever another rank asks for it. This runs in its own thread."""
         # The store raises an error when it is gone, which means that the run is over.
         with contextlib.suppress(RuntimeError):
-            for failed_attempts in itertools.count():
-                name = f"tape/{failed_attempts}"
-                # The request contains the number of the attempt; see `_request_tapes`.
-                attempt = self._messages.wait_for_request(store, name)
+            for number in itertools.count():
+                attempt = self._messages.wait_for_request(store, f"{_REQUESTS}/{number}")
                 if attempt is None:
                     return
-                self._send(store, f"{name}/{self._messages.rank}", int(attempt))
+                self._send(store, f"{_name_of(int(attempt))}/{self._messages.rank}", int(attempt))
 
     def _send(self, store: RankStore, name: str, attempt: int) -> None:
         """Send the tape of an attempt, entry by entry, until the attempt is over.
@@ -248,14 +262,29 @@ class Tape:
             if self._attempt < attempt:
                 continue
             is_over = self._is_over or self._attempt > attempt
-            new = self._entries[sent:]
+            entries, begun = self._recorded(attempt)
             # The counts are read after the entries, and sent before them. A rank that has received
             # an entry therefore knows about all collectives that were started before that entry.
-            begun = self.collectives.started()
             if begun != collectives:
                 store.set_text(f"{name}/collectives", json.dumps(begun))
                 collectives = begun
-            for entry in new:
+            for entry in entries[sent:]:
                 store.set_text(f"{name}/{sent}", json.dumps(entry))
                 sent += 1
         store.set_text(f"{name}/end", str(sent))
+
+    def _recorded(self, attempt: int) -> tuple[Sequence[Entry], Counter[str]]:
+        """Return the entries of an attempt so far, and its counts of collectives."""
+        entries = self._entries
+        seen = len(entries)
+        begun = self.collectives.started()
+        if self._attempt == attempt:
+            return entries[:seen], begun
+        # The attempt has ended, perhaps while the values above were read.
+        ended = self._ended.get(attempt, _EndedTape())
+        return ended.entries, ended.collectives
+
+
+def _name_of(attempt: int) -> str:
+    """Return the prefix of the keys for the tapes of an attempt."""
+    return f"tape/{attempt}"

@@ -150,7 +150,7 @@ class Loop:
         if not self._session.is_open:
             return
         with self._record.errors():
-            self._steps.settle()
+            self._steps.settle_without_others()
         self._session.saving.finish()
         if not self._state.in_loop:
             with self._record.errors():
@@ -241,7 +241,7 @@ class Loop:
         """
         cause = self._ranks.announce_failure(error)
         self._record.left_by(cause or error)
-        self._steps.settle()
+        self._steps.settle_without_others()
         is_interrupt = not isinstance(error, Exception)
         directory_is_lost = isinstance(error, RunDirectoryError)
         if not is_interrupt and self._ranks.world_size == 1 and not directory_is_lost:
@@ -258,7 +258,7 @@ class Loop:
         body may have changed it.
         """
         try:
-            self._steps.settle()
+            self._steps.settle_without_others()
             if self._state.must_rewind:
                 self._recovery.roll_back_again()
         except BaseException as error:
@@ -361,7 +361,7 @@ class Loop:
 
     def _settle_if_due(self, limits: Limits) -> None:
         """Read the result of an undecided step if the loop depends on it at this boundary."""
-        if not self._steps.is_undecided:
+        if self._steps.is_settled:
             return
         global_step = self._record.global_step
         may_end = self._stop.reason is not None or limits.are_reached(epochs=0, steps=global_step)
@@ -469,7 +469,7 @@ class Loop:
             self._steps.settle()
         else:
             self._session.keep_snapshot()
-            if not self._saves.is_due():
+            if not self._saves.take_due():
                 return
             if self._session.is_calm:
                 self._postponed = False

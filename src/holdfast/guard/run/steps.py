@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.decisions import Decision, SkipStep
-from holdfast.guard.decision import Readout, UnreadAttempt, has_reproduced
+from holdfast.guard.decision import UnreadAttempt, has_reproduced
 from holdfast.guard.phase import Phase
 from holdfast.guard.result import (
     Outcome,
@@ -28,6 +28,8 @@ from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.surroundings import Surroundings
 from holdfast.guard.run.undecided import (
+    LaunchedAttempt,
+    RefusedAttempt,
     Settlement,
     StepCall,
     UndecidedResult,
@@ -115,7 +117,9 @@ class Steps:
         # Ask before settling: a step that may be late settles the previous one only after its own
         # backward pass.
         undecided_steps = 0 if self._undecided is None else 1
-        decides_now = self._timing.must_decide_now(batch, names, undecided_steps=undecided_steps)
+        decides_now = self._timing.must_decide_now(
+            batch, names, undecided_steps=undecided_steps, is_calm=self._is_calm()
+        )
         self._note_begin()
         if not decides_now:
             return self._run(call, decides_now=False)
@@ -127,6 +131,10 @@ class Steps:
         result = self._run(call, decides_now=True)
         generators.note_step(before, capture(self._devices))
         return result
+
+    def _is_calm(self) -> bool:
+        """Return whether no divergence is suspected."""
+        return self.session.spikes.is_calm()
 
     def _note_begin(self) -> None:
         """Record that a step begins."""
@@ -163,7 +171,12 @@ class Steps:
         )
 
     def _run(
-        self, call: StepCall, *, decides_now: bool, first_facts: GradientFacts | None = None
+        self,
+        call: StepCall,
+        *,
+        decides_now: bool,
+        first_facts: GradientFacts | None = None,
+        failed_work: Work | None = None,
     ) -> StepResult:
         """Run a step, and recover from an error.
 
@@ -171,6 +184,7 @@ class Steps:
             call: The arguments of the step.
             decides_now: Whether to read the result before the optimizers run.
             first_facts: The facts of the step when it was first run, if this is a repetition.
+            failed_work: The input of the step when it was first run, if it then failed on a rank.
         """
         try:
             # Out-of-memory errors from all allocators must be converted to `OutOfMemoryError`
@@ -178,7 +192,7 @@ class Steps:
             with naming_lack_of_memory("running a step"):
                 outcome: Outcome | UndecidedStep
                 if decides_now:
-                    outcome = self._run_now(call, first_facts)
+                    outcome = self._run_now(call, first_facts, failed_work)
                 else:
                     outcome = self._launch_or_decide(call)
                 if isinstance(outcome, UndecidedStep):
@@ -198,9 +212,13 @@ class Steps:
             return self._end(outcome, call)
         return self._undo_partial_step(partial_step)
 
-    def _run_now(self, call: StepCall, first_facts: GradientFacts | None) -> Outcome:
+    def _run_now(
+        self, call: StepCall, first_facts: GradientFacts | None, failed_work: Work | None
+    ) -> Outcome:
         """Run a step, and read its result before the optimizers run."""
         work = self.engine.begin(call.batch, call.loss_fn, call.names, call.split)
+        if failed_work is not None:
+            work.continue_from(failed_work)
         attempt = self.engine.attempt(work)
         judge = partial(self.recovery.judge, call.series)
         if first_facts is None or self._can_decide_by(attempt.facts, first_facts):
@@ -298,12 +316,14 @@ class Steps:
     # --- steps that are decided late
 
     @property
-    def is_undecided(self) -> bool:
-        """Return whether the result of the last step has not been read yet."""
-        return self._undecided is not None
+    def is_settled(self) -> bool:
+        """Return whether the results of all steps have been read, so that `settle` does nothing."""
+        return self._undecided is None
 
     def settle(self) -> None:
         """Read the result of the undecided step, if there is one, and recover if it was refused.
+
+        With several ranks, all of them must call this at the same point.
 
         Raises:
             HoldfastError: For the same reasons as `step`. The error belongs to the undecided step.
@@ -312,12 +332,7 @@ class Steps:
         undecided = self._undecided
         if undecided is None:
             return
-        try:
-            was_refused = undecided.readout.was_refused()
-        except BaseException as error:
-            self.engine.check_device_after(error)
-            raise
-        if not was_refused:
+        if not self._was_refused(undecided):
             self._accept(undecided)
             return
         if self.session.state.is_attempting:
@@ -325,8 +340,24 @@ class Steps:
             raise _EarlierStepRefused
         self._repeat(undecided)
 
+    def _was_refused(self, undecided: UndecidedStep) -> bool:
+        """Return whether the device has refused a step, and wait for the result if necessary."""
+        try:
+            return undecided.attempt.was_refused()
+        except BaseException as error:
+            self.engine.check_device_after(error)
+            raise
+
+    def settle_without_others(self) -> None:
+        """Do the same as `settle`, as far as this is possible without the other ranks.
+
+        Raises:
+            HoldfastError: For the same reasons as `settle`.
+        """
+        self.settle()
+
     def settle_to_read(self) -> None:
-        """Settle if this thread has run the undecided step.
+        """Settle without other ranks, if this thread has run the undecided step.
 
         Another thread, which logs results for example, must not repeat a step while the thread
         that trains is running the next one.
@@ -336,7 +367,7 @@ class Steps:
         """
         undecided = self._undecided
         if undecided is None or undecided.thread == threading.get_ident():
-            self.settle()
+            self.settle_without_others()
 
     def _launch_or_decide(self, call: StepCall) -> Outcome | UndecidedStep:
         """Run a step without reading its result, unless the result turns out to be needed now.
@@ -394,38 +425,36 @@ class Steps:
             self.engine.take_back_after(work, error)
             raise
         readout = self.engine.launch(work, attempt, self._timing.loss_limit(call.series))
+        self.session.state.committed()
+        launched = LaunchedAttempt(attempt, readout)
         return UndecidedStep(
             call=call,
             work=work,
-            attempt=attempt,
-            readout=readout,
+            attempt=launched,
             surroundings=surroundings,
             random_state_after=random_state_after,
             loss_scale=loss_scale,
             mark=self.recovery.samples.mark(),
             global_step=self._record.global_step + 1,
             seconds=self._clock.monotonic_seconds() - call.started,
-            result=UndecidedResult(
-                attempt,
-                work.attempts,
-                Settlement(
-                    self.settle_to_read, partial(self._preliminary_result, work, attempt, readout)
-                ),
-            ),
+            result=UndecidedResult(attempt, work.attempts, self._settlement_of(work, launched)),
             thread=threading.get_ident(),
         )
 
+    def _settlement_of(self, work: Work, attempt: LaunchedAttempt | RefusedAttempt) -> Settlement:
+        """Return the object with which the result of an undecided step decides it."""
+        return Settlement(self.settle_to_read, partial(self._preliminary_result, work, attempt))
+
     def _preliminary_result(
-        self, work: Work, attempt: UnreadAttempt, readout: Readout
+        self, work: Work, attempt: LaunchedAttempt | RefusedAttempt
     ) -> StepResult:
         """Return what is known about an undecided step without deciding it."""
-        read_attempt = attempt.with_facts(readout.facts())
-        reason = _NOT_RECOVERED if readout.was_refused() else None
-        return self.engine.outcome(work, read_attempt, committed=reason is None).result(reason)
+        reason = _NOT_RECOVERED if attempt.was_refused() else None
+        outcome = self.engine.outcome(work, attempt.read(), committed=reason is None)
+        return outcome.result(reason)
 
     def _leave_undecided(self, undecided: UndecidedStep) -> StepResult:
-        """Count a launched step provisionally, until its result is known."""
-        self.session.state.committed()
+        """Count a step provisionally, until its result is known."""
         self.session.state.leave_undecided()
         self._record.count_step()
         self._undecided = undecided
@@ -444,7 +473,7 @@ class Steps:
         undecided = self._undecided
         if undecided is None:
             return True
-        if not undecided.readout.was_refused():
+        if not undecided.attempt.was_refused():
             self._accept(undecided)
             return True
         self.engine.take_back(work)
@@ -464,7 +493,7 @@ class Steps:
     def _accept(self, undecided: UndecidedStep) -> None:
         """Count and record an undecided step that was not refused."""
         self._remove_provisional_count(undecided)
-        attempt = undecided.attempt.with_facts(undecided.readout.facts())
+        attempt = undecided.attempt.read()
         outcome = self.engine.outcome(undecided.work, attempt, committed=True)
         call = undecided.call
         undecided.result.set_final(outcome.result(None), repeated=False)
@@ -501,11 +530,7 @@ class Steps:
                 self.recovery.samples.about(undecided.mark),
                 undecided.surroundings.restored(),
             ):
-                if versions_of(undecided.work.tensors) == undecided.work.versions:
-                    facts = undecided.readout.facts()
-                    result = self._run(call, decides_now=True, first_facts=facts)
-                else:
-                    result = self._end(self._skipped_without_repetition(undecided), call)
+                result = self._run_again(undecided, call)
         except BaseException as error:
             undecided.result.set_final(self._refused(undecided, str(error)), repeated=True)
             if isinstance(error, HoldfastError):
@@ -519,6 +544,18 @@ class Steps:
                 # The loop has already moved past this step's batch.
                 state.boundary()
         undecided.result.set_final(result, repeated=True)
+
+    def _run_again(self, undecided: UndecidedStep, call: StepCall) -> StepResult:
+        """Run a refused step again, unless its batch has changed since.
+
+        Args:
+            undecided: The step.
+            call: The arguments of the step.
+        """
+        if versions_of(undecided.work.tensors) != undecided.work.versions:
+            return self._end(self._skipped_without_repetition(undecided), call)
+        facts = undecided.attempt.read().facts
+        return self._run(call, decides_now=True, first_facts=facts)
 
     def _rewind(self, undecided: UndecidedStep) -> None:
         """Restore the random state and the loss scale from before a step.
@@ -546,12 +583,12 @@ class Steps:
 
     def _refused(self, undecided: UndecidedStep, reason: str) -> StepResult:
         """Return the result of a refused step whose repetition has ended with an error."""
-        attempt = undecided.attempt.with_facts(undecided.readout.facts())
-        return self.engine.outcome(undecided.work, attempt).result(reason)
+        outcome = self.engine.outcome(undecided.work, undecided.attempt.read())
+        return outcome.result(reason)
 
     def _skipped_without_repetition(self, undecided: UndecidedStep) -> Outcome:
         """Return the outcome of a refused step whose batch has since been changed."""
-        attempt = undecided.attempt.with_facts(undecided.readout.facts())
+        attempt = undecided.attempt.read()
         outcome = self.engine.outcome(undecided.work, attempt)
         if attempt.facts.nonfinite:
             return replace(outcome, provenance=Provenance(problem=_CHANGED_SINCE))

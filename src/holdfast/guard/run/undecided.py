@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.guard.decision import LateLoss, Readout, UnreadAttempt
-from holdfast.guard.result import StepResult
+from holdfast.guard.result import StepAttempt, StepResult
 from holdfast.guard.run.sample_reports import BatchMark
 from holdfast.guard.run.surroundings import Surroundings
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -18,7 +18,7 @@ from holdfast.loader.random_state import RandomState
 from holdfast.loader.splitting import Split
 
 # The attributes of a result that are known before the step is decided.
-_KNOWN_AT_ONCE = ("loss", "items", "micro_batch_size", "attempts", "extra")
+_KNOWN_AT_ONCE = ("loss", "micro_batch_size", "attempts", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,46 @@ class StepCall:
     series: str
     # The monotonic time at the beginning of the call, in seconds.
     started: float
+
+
+class LaunchedAttempt:
+    """An attempt whose optimizers were launched before the host has read its result.
+
+    Args:
+        attempt: The attempt.
+        readout: The result of the attempt, on its way to the host.
+    """
+
+    has_failed = False
+
+    def __init__(self, attempt: UnreadAttempt, readout: Readout) -> None:
+        self._attempt = attempt
+        self._readout = readout
+
+    def was_refused(self) -> bool:
+        """Return whether the device has refused the step, and wait for the result if necessary."""
+        return self._readout.was_refused()
+
+    def read(self) -> StepAttempt:
+        """Return the attempt with its result, and wait for the result if necessary."""
+        return self._attempt.with_facts(self._readout.facts())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedAttempt:
+    """An attempt that this rank has undone already, and that the devices of other ranks refuse."""
+
+    attempt: StepAttempt
+    # Whether the attempt ran out of memory on this rank, or failed in another way.
+    has_failed: bool
+
+    def was_refused(self) -> bool:
+        """Return True."""
+        return True
+
+    def read(self) -> StepAttempt:
+        """Return the attempt."""
+        return self.attempt
 
 
 class Settlement:
@@ -81,26 +121,41 @@ class UndecidedResult(StepResult):
     `micro_batch_size`, `attempts` and `extra` are available at once. If the step is repeated, they
     are replaced by those of the repetition.
 
+    With several ranks, the number of items is the total over the ranks, which is not known at once.
+
     Args:
         attempt: The attempt at the step.
         attempts: The number of attempts.
         settlement: Decides the step.
     """
 
-    __slots__ = ("_final", "_settlement")
+    __slots__ = ("_final", "_items", "_settlement")
 
     # The final result. None until the step is decided.
     _final: StepResult | None
+    # The number of items. None if it is part of the final result.
+    _items: float | torch.Tensor | None
     _settlement: Settlement
 
-    def __init__(self, attempt: UnreadAttempt, attempts: int, settlement: Settlement) -> None:
+    def __init__(
+        self, attempt: UnreadAttempt | StepAttempt, attempts: int, settlement: Settlement
+    ) -> None:
         self._set("_settlement", settlement)
         self._set("_final", None)
-        self._set("loss", LateLoss.of(attempt.passed.loss, settlement))
-        self._set("items", attempt.passed.items)
         self._set("micro_batch_size", attempt.micro_batch_size)
         self._set("attempts", attempts)
-        self._set("extra", attempt.passed.extra or {})
+        if isinstance(attempt, StepAttempt):
+            # This rank has read the attempt already.
+            loss = attempt.loss
+            items = None
+            extra = attempt.extra
+        else:
+            loss = attempt.passed.loss
+            items = None if attempt.items_are_read else attempt.passed.items
+            extra = attempt.passed.extra
+        self._set("loss", LateLoss.of(loss, settlement))
+        self._set("_items", items)
+        self._set("extra", extra or {})
 
     def _set(self, name: str, value: Any) -> None:
         # The base class is frozen, so attributes cannot be assigned.
@@ -115,6 +170,7 @@ class UndecidedResult(StepResult):
         """
         self._set("_final", final)
         if repeated:
+            self._set("_items", None)
             for name in _KNOWN_AT_ONCE:
                 self._set(name, getattr(final, name))
         self._settlement.end(final)
@@ -130,10 +186,15 @@ class UndecidedResult(StepResult):
     def _plain_copy(self) -> StepResult:
         """Return the result as a plain `StepResult`, to be copied, pickled or printed."""
         final = self._wait_for_final()
-        values = {name: getattr(self, name) for name in _KNOWN_AT_ONCE}
+        values = {name: getattr(self, name) for name in (*_KNOWN_AT_ONCE, "items")}
         if isinstance(self.loss, LateLoss):
             values["loss"] = self.loss.plain()
         return replace(final, **values)
+
+    @property
+    def items(self) -> float | torch.Tensor:
+        """Return the number of items in the mean; see `StepResult`."""
+        return self._wait_for_final().items if self._items is None else self._items
 
     def _wait_for_final(self) -> StepResult:
         if self._final is None:
@@ -170,8 +231,7 @@ class UndecidedStep:
 
     call: StepCall
     work: Work
-    attempt: UnreadAttempt
-    readout: Readout
+    attempt: LaunchedAttempt | RefusedAttempt
     # The modes and hyperparameters of the step.
     surroundings: Surroundings
     # The random state after the backward pass.

@@ -179,6 +179,10 @@ class Saving:
         # A multiple of the interval has been reached since the last attempt.
         return isinstance(interval, int) and step // interval > last_step // interval
 
+    def take_due(self) -> bool:
+        """Return whether a save is due now; see `Saves`."""
+        return self.is_due()
+
     @property
     def has_unsaved(self) -> bool:
         """Return whether there are unsaved steps that may be saved now."""

@@ -51,6 +51,16 @@ class Work:
     # Names of state that the loss function has changed and that could not be restored.
     lost: list[str] = field(default_factory=list)
 
+    def continue_from(self, failed: Work) -> None:
+        """Continue to count attempts, if the step has already been attempted with another object.
+
+        Args:
+            failed: The input of the earlier attempts, which have failed.
+        """
+        self.attempts = failed.attempts
+        self.out_of_memory = failed.out_of_memory
+        self.prepared = failed.prepared
+
     def micro_batch_of(self, plan: StepPlan) -> int | None:
         """Return the number of samples in a micro-batch, or None if the batch is not split."""
         if self.size is None or plan.micro_batch_size is None:

@@ -134,6 +134,36 @@ class StepEngine:
             self.take_back_after(work, error)
             raise
 
+    def attempt_unread_once(self, work: Work) -> UnreadAttempt | Failure:
+        """Attempt the step once together with the other ranks, without waiting for the result.
+
+        If the attempt fails on this rank, it is undone here, and the other ranks refuse it.
+
+        Args:
+            work: The input of the step.
+
+        Returns:
+            The attempt, or why it has failed. In both cases, the step is still in progress.
+        """
+        self.buffers.states.note_frozen_parameters()
+        try:
+            self.ranks.begin_attempt()
+            self._check_split(work)
+            work.attempts += 1
+            result = self._make_attempt(work, reads=False)
+            assert not isinstance(result, StepAttempt)
+            if isinstance(result, Failure):
+                self.ranks.fail_unread(result.description, work.parameters)
+                self.attempts.take_back(work)
+                self._remedies.apply(work, result)
+            else:
+                self.ranks.leave_unread()
+                self._report_news()
+        except BaseException as error:
+            self.take_back_after(work, error)
+            raise
+        return result
+
     def begin_again(self, work: Work) -> None:
         """Begin a step again that was undone because another step ran in between."""
         self.attempts.begin_again(work)
@@ -274,6 +304,32 @@ class StepEngine:
             trim_heap()
         return outcome
 
+    def commit_or_refuse(self, work: Work, attempt: UnreadAttempt, loss_limit: float) -> Outcome:
+        """Commit a step or undo it, by the same rule by which the device decides in `launch`.
+
+        Unlike `finish`, this needs no other ranks, which may be launching the same step.
+
+        Args:
+            work: The input of the step.
+            attempt: The attempt at the step.
+            loss_limit: The step is refused if its loss is larger than this.
+
+        Returns:
+            The outcome, which tells whether the step was committed.
+        """
+        self._step_count += 1
+        try:
+            readout = Readout(attempt.measurement, should_refuse(attempt, loss_limit))
+            read_attempt = attempt.with_facts(readout.facts())
+            was_refused = readout.was_refused()
+        except BaseException as error:
+            self.take_back_after(work, error)
+            raise
+        if was_refused:
+            self.take_back(work)
+            return self.outcome(work, read_attempt)
+        return self.commit(work, read_attempt)
+
     def launch(self, work: Work, attempt: UnreadAttempt, loss_limit: float) -> Readout:
         """Commit a step before its result is known, so that it has no effect if it is refused.
 
@@ -365,19 +421,23 @@ class StepEngine:
             if work.attempts:
                 self.ladder.adopt(self.ranks.plan_of_next_attempt(self.ladder.plan))
             work.attempts += 1
-            result = self._make_attempt(work)
+            result = self._make_attempt(work, reads=work.before_retry is None)
             if not isinstance(result, Failure):
                 return result
             self._prepare_next_attempt(work, result)
             self._remedies.apply(work, result)
 
-    def _make_attempt(self, work: Work) -> StepAttempt | UnreadAttempt | Failure:
+    def _make_attempt(self, work: Work, *, reads: bool) -> StepAttempt | UnreadAttempt | Failure:
         """Make an attempt. Return it if all ranks have succeeded, otherwise return the failure.
 
         Errors without a known remedy are raised.
+
+        Args:
+            work: The input of the step.
+            reads: Whether to read the result. If not, only failures on this rank are returned.
         """
         try:
-            if work.before_retry is not None:
+            if not reads:
                 return self.attempts.make_unread(work, self.ladder.plan)
             attempt = self._timed_attempt(work)
             if not self.ranks.accepts(attempt):

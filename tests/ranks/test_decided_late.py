@@ -1,0 +1,186 @@
+"""Steps of several ranks whose results are read one step later.
+
+They end as they would if all ranks read each result at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.harness import all_returned, run_ranks
+from tests.unit.guard.guarded import ask_for_too_much, assert_same, tensors_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from holdfast.guard.run.undecided import UndecidedResult
+
+pytestmark = pytest.mark.slow
+
+STEPS = 16
+QUIET = {
+    "save_interval_steps": None,
+    "diagnose": False,
+    "nonfinite_patience": None,
+    "max_grad_norm": 1.0,
+}
+
+
+class Training:
+    """A replicated model with BatchNorm and dropout, its optimizer and its schedule."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        torch.manual_seed(0)
+        layers = [
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(16, 1),
+        ]
+        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.0005)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
+        torch.manual_seed(10 + rank)
+
+    def guard(self, run: Path, decide: str, loader: Any = None, **settings: Any) -> holdfast.Guard:
+        """Return a guard that saves nothing, unless the settings say otherwise."""
+        return holdfast.Guard(
+            run,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loader=loader,
+            decide=decide,
+            **{**QUIET, **settings},
+        )
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def state(self) -> list[torch.Tensor]:
+        """Return the weights, buffers, moments, learning rate and random state."""
+        rate = torch.tensor(self.scheduler.get_last_lr())
+        return [*tensors_of(self.model, self.optimizer), rate, torch.get_rng_state()]
+
+
+def batches_of(rank: int, *, steps: int = STEPS, last: int = 8) -> list[torch.Tensor]:
+    """Return the batches of a rank, of which the last one may be smaller."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [8] * (steps - 1) + [last]
+    return [torch.randn(size, 8, generator=generator) for size in sizes]
+
+
+def facts_of(guard: holdfast.Guard, results: list[holdfast.StepResult]) -> list[Any]:
+    """Return the facts about a run that do not depend on when its steps are decided."""
+    guard.close()
+    statistics = guard.statistics()
+    return [
+        [
+            (result.loss.item(), result.skipped, result.items, result.attempts, result.grad_norm)
+            for result in results
+        ],
+        (statistics.global_step, statistics.steps, statistics.skipped_steps),
+    ]
+
+
+def assert_late(results: list[holdfast.StepResult], decide: str, *, at_least: int) -> None:
+    """Check that at least this many steps were decided late, so that a test is not vacuous."""
+    if decide == "late":
+        assert sum(isinstance(result, UndecidedResult) for result in results) >= at_least
+
+
+def in_both_modes(function: Any, tmp_path: Path, *given: Any) -> list[list[Any]]:
+    """Run a function on two ranks in both modes, and check that they return the same.
+
+    Returns:
+        What each rank has returned.
+    """
+    ends = {
+        decide: all_returned(run_ranks(function, 2, tmp_path / decide, decide, *given))
+        for decide in ("now", "late")
+    }
+    for now, late in zip(ends["now"], ends["late"], strict=True):
+        assert_same(late[0], now[0])
+        assert repr(late[1:]) == repr(now[1:])
+    return ends["late"]
+
+
+def train_with_bad_batches(
+    rank: int, run: Path, decide: str, bad: dict[int, set[int]], reads: str
+) -> list[Any]:
+    """Train with a NaN in some batches of some ranks; some ranks may read each result."""
+    training = Training(rank)
+    data = batches_of(rank)
+    for index in bad.get(rank, ()):
+        data[index][3, 2] = float("nan")
+    results = []
+    guard = training.guard(run, decide)
+    for batch in data:
+        results.append(guard.step(batch, training.loss))
+        if reads == "all" or reads == str(rank):
+            results[-1].loss.item()
+    assert_late(results, decide, at_least=12)
+    facts = facts_of(guard, results)
+    return [training.state(), *facts]
+
+
+@pytest.mark.parametrize("reads", ["none", "0", "all"])
+@pytest.mark.parametrize(
+    "bad",
+    [{}, {1: {5}}, {0: {5}, 1: {6}}, {0: {15}}, {0: {0, 8}, 1: {8, 9, 10}}],
+    ids=str,
+)
+def test_bad_batches_of_some_ranks_are_skipped_by_all(
+    tmp_path: Path, bad: dict[int, set[int]], reads: str
+) -> None:
+    """State and results equal those of decide="now", whichever ranks read their results early."""
+    ends = in_both_modes(train_with_bad_batches, tmp_path, bad, reads)
+
+    assert ends[0][2][2] == len(set().union(*bad.values()))
+
+
+def train_out_of_memory(
+    rank: int, run: Path, decide: str, fails: set[tuple[int, int, int]], where: str
+) -> list[Any]:
+    """Train with attempts that run out of memory, given as step, rank and number of the call."""
+    training = Training(rank)
+    results = []
+    guard = training.guard(run, decide, recompute=False)
+    for step, batch in enumerate(batches_of(rank)):
+        calls = iter(range(100))
+
+        def loss(batch: torch.Tensor, step: int = step, calls: Iterator[int] = calls) -> Any:
+            must_fail = (step, rank, next(calls)) in fails
+            if must_fail and where == "before":
+                ask_for_too_much()
+            value = training.loss(batch)
+            if must_fail and where == "after":
+                ask_for_too_much()
+            return value
+
+        results.append(guard.step(batch, loss))
+    assert_late(results, decide, at_least=3)
+    counts, steps = facts_of(guard, results)
+    if len(fails) > 1:
+        # An attempt that is undone because the step before was refused does not count.
+        counts = [values[:3] for values in counts]
+    return [training.state(), counts, steps, guard.statistics().out_of_memory]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize(
+    "fails",
+    [{(7, 1, 0)}, {(7, 0, 0), (7, 1, 0)}, {(7, 1, 0), (8, 1, 0)}, {(15, 0, 0)}],
+    ids=str,
+)
+def test_all_ranks_repeat_a_step_for_which_one_has_no_memory(
+    tmp_path: Path, fails: set[tuple[int, int, int]], where: str
+) -> None:
+    """A rank that runs out of memory loses nothing, even if it fails again in the next step."""
+    in_both_modes(train_out_of_memory, tmp_path, fails, where)
