@@ -184,3 +184,142 @@ def test_all_ranks_repeat_a_step_for_which_one_has_no_memory(
 ) -> None:
     """A rank that runs out of memory loses nothing, even if it fails again in the next step."""
     in_both_modes(train_out_of_memory, tmp_path, fails, where)
+
+
+def train_over_epochs(
+    rank: int, run: Path, decide: str, interval: int, last: int, stops: bool
+) -> list[Any]:
+    """Train for three epochs with saves, and perhaps a stop that one rank requests."""
+    training = Training(rank)
+    # The ranks have last batches of different sizes, and of a size of their own.
+    loader = batches_of(rank, steps=5, last=last + rank)
+    results = []
+    guard = training.guard(run, decide, loader, save_interval_steps=interval, async_save=False)
+    for step, batch in enumerate(guard.batches(max_epochs=3)):
+        results.append(guard.step(batch, training.loss))
+        if stops and rank == 1 and step == 7:
+            guard.request_stop("enough")
+    facts = facts_of(guard, results)
+    assert_late(results, decide, at_least=3)
+    saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
+    return [training.state(), *facts, saved if rank == 0 else None]
+
+
+@pytest.mark.parametrize("last", [8, 4, 7], ids=str)
+@pytest.mark.parametrize("interval", [1, 3, 4], ids=str)
+def test_saves_are_made_at_the_same_steps(tmp_path: Path, interval: int, last: int) -> None:
+    """A save that is due after a late step is made after this step."""
+    in_both_modes(train_over_epochs, tmp_path, interval, last, False)
+
+
+def test_a_stop_on_one_rank_reaches_all(tmp_path: Path) -> None:
+    """All ranks stop at the same step, at most one step later than with decide="now"."""
+    ends = {
+        decide: all_returned(run_ranks(train_over_epochs, 2, tmp_path / decide, decide, 3, 8, True))
+        for decide in ("now", "late")
+    }
+
+    steps = {decide: [end[2][0] for end in ranks] for decide, ranks in ends.items()}
+    assert steps["late"][0] == steps["late"][1]
+    assert steps["late"][0] - steps["now"][0] in (0, 1)
+
+
+def train_with_reason_on_one_rank(rank: int, run: Path, decide: str, reason: str) -> list[Any]:
+    """Train with something on rank 1 that makes it read each result at once, and two NaN."""
+    training = Training(rank)
+    data = batches_of(rank)
+    data[6][0, 0] = float("nan")
+    if rank == 0:
+        data[9][0, 0] = float("nan")
+    results = []
+    guard = training.guard(run, decide)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        norm = training.model.module[1]
+        if rank == 1 and reason == "replaced buffer":
+            norm.running_mean = norm.running_mean.clone()
+        return training.loss(batch)
+
+    for batch in data:
+        if rank == 1 and reason == "shared generator":
+            torch.rand(())
+        results.append(guard.step(batch, loss))
+    facts = facts_of(guard, results)
+    if rank == 0:
+        assert_late(results, decide, at_least=10)
+    elif decide == "late":
+        # Once the reason is known, only the refused steps are left undecided.
+        undecided = [i for i, result in enumerate(results) if isinstance(result, UndecidedResult)]
+        assert [step for step in undecided if step > 4] == [6, 9]
+    return [training.state(), *facts]
+
+
+@pytest.mark.parametrize("reason", ["replaced buffer", "shared generator"])
+def test_one_rank_may_have_to_read_each_result(tmp_path: Path, reason: str) -> None:
+    """The other ranks continue to decide late, and all ranks agree on each step."""
+    in_both_modes(train_with_reason_on_one_rank, tmp_path, reason)
+
+
+def train_with_items(rank: int, run: Path, decide: str) -> list[Any]:
+    """Train with a number of items that only the device knows, and which is 0 in one step."""
+    training = Training(rank)
+    results = []
+    guard = training.guard(run, decide)
+    data = batches_of(rank)
+    for step, batch in enumerate(data):
+        count = 3 + (5 * step + rank) % 6
+
+        def loss(batch: torch.Tensor, count: int = count) -> holdfast.Loss:
+            kept = batch[:count]
+            return holdfast.Loss(training.loss(kept), items=torch.tensor(float(count)))
+
+        results.append(guard.step(batch, loss))
+    assert_late(results, decide, at_least=12)
+    facts = facts_of(guard, results)
+    return [training.state(), *facts]
+
+
+def test_gradients_are_weighted_by_items_that_only_the_device_knows(tmp_path: Path) -> None:
+    """The mean is over the items of all ranks, whatever their numbers."""
+    in_both_modes(train_with_items, tmp_path)
+
+
+def train_out_of_step(rank: int, run: Path, decide: str) -> list[Any]:
+    """Train with a batch that only one rank skips."""
+    training = Training(rank)
+    guard = training.guard(run, decide, batches_of(rank))
+    for step, batch in enumerate(guard.batches(max_epochs=1)):
+        if rank == 1 and step == 6:
+            continue
+        guard.step(batch, training.loss)
+    return []
+
+
+def test_ranks_with_different_batches_are_an_error_on_all(tmp_path: Path) -> None:
+    """The error is H116 on all ranks, also if the weights are launched before it is found."""
+    ends = run_ranks(train_out_of_step, 2, tmp_path, "late")
+
+    assert all("H116" in (end.raised or "") for end in ends), ends
+
+
+def train_with_a_spike(rank: int, run: Path, decide: str, action: str) -> list[Any]:
+    """Train with a batch on one rank whose loss is unusually high."""
+    training = Training(rank)
+    data = batches_of(rank, steps=60)
+    if rank == 1:
+        data[45] *= 1e4
+    results = []
+    guard = training.guard(
+        run, decide, data, spike_action=action, save_interval_steps=10, async_save=False
+    )
+    for batch in guard.batches(max_epochs=1):
+        results.append(guard.step(batch, training.loss))
+    assert_late(results, decide, at_least=20)
+    facts = facts_of(guard, results)
+    return [training.state(), *facts]
+
+
+@pytest.mark.parametrize("action", ["skip", "warn"])
+def test_a_spike_is_handled_by_all_ranks(tmp_path: Path, action: str) -> None:
+    """The gate and the host judge a spike alike, on all ranks."""
+    in_both_modes(train_with_a_spike, tmp_path, action)

@@ -80,10 +80,10 @@ class GroupSaves:
         self._own = own
         self._messages = messages
         self._cursor = cursor
-        # The step after which all ranks save. None if no save is due.
-        self._due_from: int | None = None
-        # The global step at which `take_due` last returned True.
-        self._taken_at: int | None = None
+        # The global steps at which a save is due, as far as this has been announced.
+        self._due_at: list[int] = []
+        # The global step at which `take_due` last returned True, or -1.
+        self._taken_at = -1
         self._refused = False
 
     def fields_of_row(self, kind: float) -> dict[str, float]:
@@ -92,27 +92,31 @@ class GroupSaves:
         Args:
             kind: The kind of the row that is about to be sent, such as `STEP`.
         """
-        steps = self._steps_until_save(kind)
+        if kind == EPOCH_END:
+            is_due = self._own.is_due()
+            is_due_next = self._own.is_due(after_steps=1, saved_after=0 if is_due else None)
+        else:
+            is_due = self._is_due_after(steps=1)
+            # The row of the next step may be read too late for a save after that step.
+            is_due_next = self._is_due_after(steps=2, saved_after=1 if is_due else None)
         return {
-            "save": 0 if steps is None else 1 + steps,
+            "save": is_due,
+            "save_next": is_due_next,
             "refused": self._own.has_refusal,
         }
 
-    def _steps_until_save(self, kind: float) -> int | None:
-        """Return after how many steps from the last one to save, or None if no save is due soon.
+    def _is_due_after(self, *, steps: int, saved_after: int | None = None) -> bool:
+        """Return whether a save is due this many steps after the last one.
 
-        The row of a step may be read only after the next step. It therefore has to announce a save
-        that is due after the next step, too.
+        Args:
+            steps: The number of steps.
+            saved_after: After how many steps the state will have been saved before. None if it will
+                not be saved before.
         """
-        if kind == EPOCH_END:
-            return 0 if self._own.is_due() else None
-        for steps in (1, 2):
-            if self._cursor is not None and self._cursor.seems_to_end_after(batches=steps - 1):
-                # A save can wait for the end of the epoch.
-                return None
-            if self._own.is_due(after_steps=steps):
-                return steps
-        return None
+        if self._cursor is not None and self._cursor.seems_to_end_after(batches=steps - 1):
+            # A save can wait for the end of the epoch.
+            return False
+        return self._own.is_due(after_steps=steps, saved_after=saved_after)
 
     def receive(self, rows: Rows, *, is_counted: bool) -> None:
         """Apply the decision in the first rank's row.
@@ -123,10 +127,14 @@ class GroupSaves:
         """
         first = rows.by_rank[0]
         self._refused = bool(first.refused)
-        self._due_from = None
+        # A row of a step is sent before the step is counted. The row at the end of an epoch follows
+        # the last step.
+        step = self._own.global_step + int(not is_counted)
+        self._due_at = []
         if first.save:
-            step_before = self._own.global_step - int(is_counted)
-            self._due_from = step_before + int(first.save) - 1
+            self._due_at.append(step)
+        if first.save_next:
+            self._due_at.append(step + 1)
 
     def is_due(self) -> bool:
         """Return whether all ranks must save at this step boundary.
@@ -134,14 +142,11 @@ class GroupSaves:
         The result is False if the step after which a save was due has been skipped, or if
         `take_due` has returned True at that step or a later one.
         """
-        due_from = self._due_from
         global_step = self._own.global_step
-        if due_from is None or global_step < due_from:
-            return False
-        if self._taken_at is not None and self._taken_at > global_step:
+        if self._taken_at > global_step:
             # The run has returned to an earlier step since then.
-            self._taken_at = None
-        return self._taken_at is None or self._taken_at < due_from
+            self._taken_at = -1
+        return any(self._taken_at < step <= global_step for step in self._due_at)
 
     def take_due(self) -> bool:
         """Return whether all ranks must save now. If so, the decision has then been carried out."""

@@ -53,10 +53,10 @@ class Row(NamedTuple):
     loss: float = 0.0
     # 0 for no stop request, 1 for `request_stop`, and 1 plus the signal number for a signal.
     stop: float = 0.0
-    # 0 if no save is due soon. Otherwise, 1 plus the number of steps until it is due: 0 at the end
-    # of an epoch, 1 if it is due after this step, and 2 if it is due after the next step. Only the
-    # value of the first rank is used.
-    save: float = 0.0
+    # Whether a save is due after this step, and after the next one. Only the values of the first
+    # rank are used.
+    save: float = False
+    save_next: float = False
     # Whether a save was refused. Only the value of the first rank is used.
     refused: float = False
     # Whether another rank trains on the same samples and counts them.

@@ -157,7 +157,7 @@ class Saving:
 
     # --- facts
 
-    def is_due(self, after_steps: int = 0) -> bool:
+    def is_due(self, after_steps: int = 0, saved_after: int | None = None) -> bool:
         """Return whether a save is due.
 
         The first save is due immediately. Later saves are due after `save_interval_steps`, or when
@@ -165,16 +165,20 @@ class Saving:
 
         Args:
             after_steps: If not 0, return whether a save will be due after this many more steps.
+            saved_after: If not None, assume that a save will be made after this many more steps.
         """
         interval = self._interval
         if interval is None:
             return False
         step = self._record.global_step + after_steps
         last_step = self._tried_at_step
+        if saved_after is not None:
+            last_step = self._record.global_step + saved_after
         if last_step is None:
             return True
         now = self._clock.monotonic_seconds()
-        if step > last_step and self.chooser.is_overdue(now, auto=interval == "auto"):
+        is_overdue = saved_after is None and self.chooser.is_overdue(now, auto=interval == "auto")
+        if step > last_step and is_overdue:
             return True
         # A multiple of the interval has been reached since the last attempt.
         return isinstance(interval, int) and step // interval > last_step // interval
