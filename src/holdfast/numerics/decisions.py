@@ -73,10 +73,11 @@ def decide_after_spike(  # noqa: PLR0913
 
 
 def _stop_after(rollbacks_in_a_row: int, reason: str) -> Stop:
-    return Stop(
-        reason=f"happened again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
-        promise="changes training",
-    )
+    """Return the decision to stop a run that may not roll back, or not once more."""
+    history = f"happened again after {counted(rollbacks_in_a_row, 'rollback')}"
+    if rollbacks_in_a_row == 0:
+        history = "the policy allows no rollback (max_rollbacks=0)"
+    return Stop(reason=f"{history}: {reason}", promise="changes training")
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:

@@ -265,10 +265,14 @@ class Recovery:
 
     def _error_of_lasting_trouble(self, reason: str, trouble: Trouble) -> HoldfastError:
         """Return the error that stops a run whose trouble has persisted after all rollbacks."""
+        max_rollbacks = self._policy.max_rollbacks
         if trouble is Trouble.DIVERGED:
+            limit = f"all rollbacks are used up (max_rollbacks={max_rollbacks})"
+            if max_rollbacks == 0:
+                limit = "the policy allows no rollback (max_rollbacks=0)"
             return DivergenceError(
                 reason,
-                limit=f"all rollbacks are used up (max_rollbacks={self._policy.max_rollbacks})",
+                limit=limit,
                 fix=(
                     "lower the learning rate, set max_grad_norm, or lengthen the warm-up; if the"
                     ' loss is meant to jump, leave spike_action at "warn". The newest checkpoint'
