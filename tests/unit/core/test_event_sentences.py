@@ -74,6 +74,10 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.EpochEnded(epochs=3, steps=50, batches=100, batch_size=8), ("3", "50", "100", "8")),
     (run.Resumed(checkpoint="step-40", trained_batches=7), ("step-40", "7 batches")),
     (run.SettingsKept(changed=("lr: 0.1 stays, not 0.2",), why="set it after"), ("0.1", "0.2")),
+    (
+        run.ImplementationChanged(changed=("optimizer.0.fused: unset before, now True",)),
+        ("unset before, now True", "equal up to rounding"),
+    ),
     (run.GroupsChanged(), ("H313",)),
     (run.PositionNotKept(why="the loop is not ours"), ("the loop is not ours",)),
     (run.ResumeMayDiffer(why="none, because of X"), ("none, because of X",)),

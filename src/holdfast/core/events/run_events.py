@@ -121,6 +121,21 @@ class SettingsKept(EventData):
         return f"settings in the script are ignored ({changes}), because {self.why}"
 
 
+class ImplementationChanged(EventData):
+    """A resumed run uses another implementation of an optimizer, because the script has changed.
+
+    `changed` lists the flags, such as ``fused``, with their values before and now.
+    """
+
+    changed: tuple[str, ...]
+    promise: Promise = "equal up to rounding"
+
+    def __str__(self) -> str:
+        return (
+            f"the optimizer uses another implementation ({'; '.join(self.changed)}; {self.promise})"
+        )
+
+
 class GroupsChanged(WithReason):
     """The script added parameter groups to an optimizer during the run.
 
