@@ -367,6 +367,32 @@ def test_a_forward_pass_that_cannot_be_gated_is_decided_now(
     assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 2
 
 
+def test_frozen_weights_that_begin_to_move_through_data_are_noticed_later(tmp_path: Path) -> None:
+    """No counter shows such changes, so values are compared in steps 4, 8, 16, and so on."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(16, 4), nn.Linear(16, 4).requires_grad_(False)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        guard = guarded(run_dir, model, optimizer, decide=decide, diagnose=False)
+        moves = False
+
+        def loss_fn(batch: Batch) -> torch.Tensor:
+            inputs, labels = batch
+            if moves:
+                model[1].weight.data.lerp_(model[0].weight.data, 0.1)
+            return nn.functional.cross_entropy(model[0](inputs) + model[1](inputs), labels)
+
+        for number, batch in enumerate(batches(12, bad=[10])):
+            moves = number >= 5
+            guard.step(batch, loss_fn)
+        guard.close()
+        assert ("decided_now" in kinds_of(guard)) == (decide == "late")
+        return guard, tensors_of(model, optimizer)
+
+    assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 1
+
+
 def test_a_batch_that_was_changed_is_not_used_again(tmp_path: Path) -> None:
     """A step that must be made again after a bad one does not train on a batch changed twice."""
     model = nn.Linear(16, 4)
