@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
@@ -85,9 +86,12 @@ def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
 
     Args:
         loss: The loss of the step.
-        culprits: Names of the first few parameters with a non-finite gradient.
+        culprits: Names of the first few parameters with a non-finite gradient. Empty if they are
+            unknown.
         count: The total number of such parameters.
     """
+    if not culprits and math.isfinite(loss):
+        return f"non-finite gradient (loss {loss:g})"
     if not culprits:
         return f"non-finite loss ({loss:g})"
     line = f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}"

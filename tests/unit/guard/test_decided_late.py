@@ -451,6 +451,27 @@ def test_loss_scaling(tmp_path: Path) -> None:
     assert "loss_scale_lowered" in assert_same_in_both_modes(tmp_path, train)
 
 
+def test_the_loss_scale_is_lowered_by_a_step_whose_repetition_is_finite(tmp_path: Path) -> None:
+    """In fp16, a factor that has changed since does not leave the scale as it was."""
+
+    def train(run_dir: Path, decide: str) -> holdfast.Guard:
+        training = Training()
+        guard = training.guard(run_dir, decide, precision="fp16")
+        for number, batch in enumerate(batches(8)):
+            factor = 1e6 if number == 5 else 1e-2
+            guard.step(batch, lambda b: training.loss(b) * factor)  # noqa: B023
+        guard.close()
+        return guard
+
+    now = train(tmp_path / "now", "now")
+    late = train(tmp_path / "late", "late")
+
+    event = the_event(late, "loss_scale_lowered")
+    assert event.data["loss_scale"] == 2.0**15
+    assert late.statistics() == now.statistics()
+    assert event.data["loss_scale"] == the_event(now, "loss_scale_lowered").data["loss_scale"]
+
+
 def test_checkpoints_hold_only_decided_steps(tmp_path: Path) -> None:
     """A run that is resumed after 4 and 9 steps ends in the same state."""
 

@@ -208,6 +208,7 @@ class Steps:
         if first_facts.nonfinite:
             # The first run was not finite. A finite repetition means that something it reads has
             # changed since, so the step stays refused.
+            self.engine.loss_scale.note_nonfinite()
             return self.engine.finish(work, replace(attempt, facts=first_facts), judge)
         return self.engine.finish(work, attempt, lambda _: _skip_not_reproduced(first_facts))
 
