@@ -166,6 +166,27 @@ def _reason_of_failed_save(error: object) -> str:
     return error.partition(": ")[2] or error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateSteps:
+    """How many steps a Guard decided late, and how many of them the device refused."""
+
+    steps: int
+    repeated: int
+
+
+def late_steps(evidence: Evidence) -> LateSteps | None:
+    """Return how many steps were decided late, or None if there were none."""
+    event = _newest_event(evidence.events, "late_steps")
+    if event is None:
+        return None
+    steps = event.data.get("steps")
+    repeated = event.data.get("repeated")
+    # In a damaged recording, a count may be missing.
+    if not isinstance(steps, int) or not isinstance(repeated, int):
+        return None
+    return LateSteps(steps=steps, repeated=repeated)
+
+
 def stop_request(events: Iterable[Event]) -> Event | None:
     """Return the newest request to stop a Guard.
 

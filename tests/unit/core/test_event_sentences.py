@@ -182,6 +182,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     (run.OnednnSwitchedOff(), ("oneDNN", "equal up to rounding")),
     (run.DecidedNow(why="there are objects in state="), ("before the optimizer", "state=")),
+    (run.LateSteps(steps=1200, repeated=3), ("1,200 steps", "3 of them repeated")),
     (
         run.OptimizerNotFused(why="optimizer 'adam' is not fused", fix="pass fused=True"),
         ("a GPU waits", "'adam'", "pass fused=True"),

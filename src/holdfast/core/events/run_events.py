@@ -760,6 +760,19 @@ class OptimizerNotFused(DecidedNow):
         return f"a GPU waits for the host in each step, because {self.why}; {self.fix}"
 
 
+class LateSteps(EventData):
+    """How many steps were decided late, over all restarts. It is recorded when the run is closed.
+
+    `repeated` is the number of these steps that the device has refused, so that they were repeated.
+    """
+
+    steps: int
+    repeated: int
+
+    def __str__(self) -> str:
+        return f"{counted(self.steps, 'step')} decided late, {self.repeated:,} of them repeated"
+
+
 class LossFunctionReads(EventData):
     """The loss function reads a value from a device, which then waits for the host in each step."""
 

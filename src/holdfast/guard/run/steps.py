@@ -465,6 +465,7 @@ class Steps:
     def _accept(self, undecided: UndecidedStep) -> None:
         """Count and record an undecided step that was not refused."""
         self._remove_provisional_count(undecided)
+        self.session.counters.note_late_step(repeated=False)
         attempt = undecided.attempt.with_facts(undecided.readout.facts())
         outcome = self.engine.outcome(undecided.work, attempt, committed=True)
         call = undecided.call
@@ -492,6 +493,7 @@ class Steps:
         scale are restored, and the step runs with the modes and hyperparameters of its own call.
         """
         self._remove_provisional_count(undecided)
+        self.session.counters.note_late_step(repeated=True)
         self._rewind(undecided)
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY
