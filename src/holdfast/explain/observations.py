@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
+from holdfast.core.text import counted
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
 
@@ -185,6 +186,40 @@ def late_steps(evidence: Evidence) -> LateSteps | None:
     if not isinstance(steps, int) or not isinstance(repeated, int):
         return None
     return LateSteps(steps=steps, repeated=repeated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferingRepetitions:
+    """The steps that gave other bits when a Guard repeated them.
+
+    Attributes:
+        first: The event about the first of these steps.
+        count: The number of these steps, as far as they were recorded.
+        repeated: The number of steps that had been repeated by then, or None if not recorded.
+    """
+
+    first: Event
+    count: int
+    repeated: int | None
+
+    def words(self) -> str:
+        """Return a clause for use within a sentence, without a capital letter or a period."""
+        if self.repeated is None:
+            return f"{counted(self.count, 'repeated step')} gave other bits"
+        return f"{self.count:,} of {counted(self.repeated, 'repeated step')} gave other bits"
+
+
+def differing_repetitions(evidence: Evidence) -> DifferingRepetitions | None:
+    """Return the repeated steps that gave other bits, or None if there were none."""
+    events = [event for event in evidence.events if event.kind == "repetition_differed"]
+    if not events:
+        return None
+    # The newest event has the highest count, unless the run was resumed since then.
+    count = events[-1].data.get("count")
+    repeated = events[-1].data.get("repeated")
+    if not isinstance(count, int) or not isinstance(repeated, int) or count < len(events):
+        return DifferingRepetitions(first=events[0], count=len(events), repeated=None)
+    return DifferingRepetitions(first=events[0], count=count, repeated=repeated)
 
 
 def stop_request(events: Iterable[Event]) -> Event | None:

@@ -238,6 +238,20 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ),
         ("the loss", "7 parameters", "a, b", "second", "put_", "deterministic", "H504"),
     ),
+    (
+        run.RepetitionDiffered(
+            parameters=("a",),
+            parameter_count=1,
+            loss_differs=False,
+            third_agrees_with="first",
+            operations=("put_",),
+            deterministic=False,
+            rule="H504",
+            count=1024,
+            repeated=2000,
+        ),
+        ("1,024 of 2,000", "H504"),
+    ),
     (run.StepNotRepeated(why="no memory"), ("no memory",)),
     (
         run.Spike(loss=12.34567, grad_norm=98765.4, usual_norm=1.5, level="HARD"),

@@ -870,7 +870,8 @@ class RepetitionDiffered(EventData):
     differ, and `parameter_count` is their total number. `third_agrees_with` says which of the two
     passes a third one agrees with, or ``"neither"``. It is None if a third pass was not possible.
     `operations` are the nondeterministic operations in the step, as far as torch names them.
-    `deterministic` says whether the script has enabled torch's deterministic algorithms.
+    `deterministic` says whether the script has enabled torch's deterministic algorithms. `count` is
+    the number of steps that have differed so far in this process, out of `repeated` steps.
     """
 
     parameters: tuple[str, ...]
@@ -880,8 +881,15 @@ class RepetitionDiffered(EventData):
     operations: tuple[str, ...]
     deterministic: bool
     rule: str
+    count: int = 1
+    repeated: int | None = None
 
     def __str__(self) -> str:
+        if self.count > 1 and self.repeated is not None:
+            return (
+                f"{self.count:,} of {self.repeated:,} repeated steps gave other bits; the last one"
+                f" in {self._results()} ({self.rule})"
+            )
         text = f"a repeated step gave other bits in {self._results()}"
         if self.third_agrees_with == "neither":
             text += "; a third pass agrees with neither of the two"
