@@ -239,6 +239,23 @@ def stop_request(events: Iterable[Event]) -> Event | None:
     return request
 
 
+def unanswered_signal(events: Iterable[Event]) -> Event | None:
+    """Return the newest signal that asked a Guard to stop, if the Guard did not stop after it.
+
+    Return None if there was no such signal, or if a later event shows that the Guard reached a
+    boundary, closed, or was started again.
+
+    Args:
+        events: The events of a Guard, oldest first.
+    """
+    newest = _newest_event(
+        events, "stop_signal", "stop_requested", "closed", "left_by_exception", "loop", "resumed"
+    )
+    if newest is None or newest.kind != "stop_signal":
+        return None
+    return newest
+
+
 def signal_of_stop(request: Event) -> str | None:
     """Return the name of the signal that requested a stop, or None if the script requested it."""
     for value in (request.data.get("signal"), request.data.get("reason")):

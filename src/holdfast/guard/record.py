@@ -297,6 +297,13 @@ class RunRecord:
         if is_logged:
             self._log_event(data, event)
 
+    def note_stop_signal(self, name: str) -> None:
+        """Record that a signal has asked the run to stop. The signal's handler calls this.
+
+        If a second signal then kills the process, nothing else shows why the run has ended.
+        """
+        self.emit(run_events.StopSignal(signal=name))
+
     def _log_event(self, data: EventData, event: Event) -> None:
         if type(data) in _LOGGED_BY_EACH_RANK:
             prefix = "" if self._rank is None else f"rank {self._rank}: "

@@ -252,6 +252,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ),
         ("1,024 of 2,000", "H504"),
     ),
+    (run.StopSignal(signal="SIGINT"), ("SIGINT", "next boundary")),
     (run.StepNotRepeated(why="no memory"), ("no memory",)),
     (
         run.Spike(loss=12.34567, grad_norm=98765.4, usual_norm=1.5, level="HARD"),

@@ -242,6 +242,19 @@ class StopRequested(EventData):
         return text
 
 
+class StopSignal(EventData):
+    """A signal arrived that asks the run to stop.
+
+    The run stops at its next boundary, which records `StopRequested`. Until then, a second signal
+    kills the process.
+    """
+
+    signal: str
+
+    def __str__(self) -> str:
+        return f"{self.signal} received; the run stops at its next boundary"
+
+
 class SignalLeftAlone(EventData):
     """A signal in ``Policy.stop_signals`` does not stop the run, because native code handles it."""
 
