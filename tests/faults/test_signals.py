@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.explain.collecting import collect
+from holdfast.explain.judging import judge
 from holdfast.supervise.process_tree import read_process
 
 pytestmark = pytest.mark.slow
@@ -95,8 +97,11 @@ def test_the_signals_are_those_of_the_policy(start, handled):
     ("first", "second"),
     [("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGUSR1")],
 )
-def test_a_second_signal_ends_the_process_at_once(start, first, second):
-    """Whichever comes second, it ends a step that lasts, by the kernel."""
+def test_a_second_signal_ends_the_process_at_once(start, tmp_path, first, second):
+    """Whichever comes second, it ends a step that lasts, by the kernel.
+
+    The verdict names the first one, although nobody has seen the exit status.
+    """
     run = start(seconds_per_step=600)
     run.wait_for(lambda line: "step" in line)
     run.send(getattr(signal, first))
@@ -104,6 +109,9 @@ def test_a_second_signal_ends_the_process_at_once(start, first, second):
     assert run.process.poll() is None, "the first one waits for the boundary"
     run.send(getattr(signal, second))
     assert run.process.wait(_TIMEOUT_SECONDS) == -getattr(signal, second)
+    verdict = judge(collect(tmp_path / "run"))
+    assert verdict.family == "preempted"
+    assert (verdict.cause == "H1604") is (first == "SIGINT")
 
 
 def test_signals_that_come_together_are_one_request(start):

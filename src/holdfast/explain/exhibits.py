@@ -181,6 +181,15 @@ def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
         yield _exhibit_of_finding(warning)
 
 
+def exhibit_of_repetition(repetition: Event) -> Exhibit:
+    """Return an exhibit that quotes the event about a repeated step that gave other bits."""
+    return Exhibit(
+        text=repetition.sentence(),
+        source=f"guard, step {repetition.global_step}",
+        unix_seconds=repetition.unix_seconds,
+    )
+
+
 def _exhibit_of_finding(finding: Event) -> Exhibit:
     """Return an exhibit that quotes a Guard's finding, its rule and its fix."""
     words = f"{finding_text(finding, 'what')} [{finding.data['rule']}]"

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
+from holdfast.core.text import counted
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
 
@@ -166,6 +167,61 @@ def _reason_of_failed_save(error: object) -> str:
     return error.partition(": ")[2] or error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateSteps:
+    """How many steps a Guard decided late, and how many of them the device refused."""
+
+    steps: int
+    repeated: int
+
+
+def late_steps(evidence: Evidence) -> LateSteps | None:
+    """Return how many steps were decided late, or None if there were none."""
+    event = _newest_event(evidence.events, "late_steps")
+    if event is None:
+        return None
+    steps = event.data.get("steps")
+    repeated = event.data.get("repeated")
+    # In a damaged recording, a count may be missing.
+    if not isinstance(steps, int) or not isinstance(repeated, int):
+        return None
+    return LateSteps(steps=steps, repeated=repeated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferingRepetitions:
+    """The steps that gave other bits when a Guard repeated them.
+
+    Attributes:
+        first: The event about the first of these steps.
+        count: The number of these steps, as far as they were recorded.
+        repeated: The number of steps that had been repeated by then, or None if not recorded.
+    """
+
+    first: Event
+    count: int
+    repeated: int | None
+
+    def words(self) -> str:
+        """Return a clause for use within a sentence, without a capital letter or a period."""
+        if self.repeated is None:
+            return f"{counted(self.count, 'repeated step')} gave other bits"
+        return f"{self.count:,} of {counted(self.repeated, 'repeated step')} gave other bits"
+
+
+def differing_repetitions(evidence: Evidence) -> DifferingRepetitions | None:
+    """Return the repeated steps that gave other bits, or None if there were none."""
+    events = [event for event in evidence.events if event.kind == "repetition_differed"]
+    if not events:
+        return None
+    # The newest event has the highest count, unless the run was resumed since then.
+    count = events[-1].data.get("count")
+    repeated = events[-1].data.get("repeated")
+    if not isinstance(count, int) or not isinstance(repeated, int) or count < len(events):
+        return DifferingRepetitions(first=events[0], count=len(events), repeated=None)
+    return DifferingRepetitions(first=events[0], count=count, repeated=repeated)
+
+
 def stop_request(events: Iterable[Event]) -> Event | None:
     """Return the newest request to stop a Guard.
 
@@ -181,6 +237,23 @@ def stop_request(events: Iterable[Event]) -> Event | None:
         elif event.kind in ("loop", "resumed"):
             request = None
     return request
+
+
+def unanswered_signal(events: Iterable[Event]) -> Event | None:
+    """Return the newest signal that asked a Guard to stop, if the Guard did not stop after it.
+
+    Return None if there was no such signal, or if a later event shows that the Guard reached a
+    boundary, closed, or was started again.
+
+    Args:
+        events: The events of a Guard, oldest first.
+    """
+    newest = _newest_event(
+        events, "stop_signal", "stop_requested", "closed", "left_by_exception", "loop", "resumed"
+    )
+    if newest is None or newest.kind != "stop_signal":
+        return None
+    return newest
 
 
 def signal_of_stop(request: Event) -> str | None:

@@ -207,7 +207,9 @@ class BatchEvaluator:
         elif part.samples is None:
             reason = "it cannot be split, because its batch dimension is not known"
         elif part.samples == 1:
-            reason = f"a single sample does not fit beside {size(held_bytes)} of earlier outputs"
+            reason = "a single sample does not fit"
+            if held_bytes:
+                reason += f" beside {size(held_bytes)} of earlier outputs"
         if reason is not None or part.samples is None:
             raise OutOfMemoryError(
                 f"an evaluation of {_described(part.samples)} ran out of memory ({shortage})",

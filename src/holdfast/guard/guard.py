@@ -171,8 +171,6 @@ class Guard:
         # True once the position in the data is settled: either `batches` has moved there, or the
         # user was warned that the script must do so itself.
         self._position_known = False
-        # The stop request of this process. All ranks agree on one request, `self._stop`.
-        self._asked = StopRequest(self.policy.stop_signals)
         # Closing this stack inside `averaged` restores the trained weights early.
         self._swapped = ExitStack()
         self._trained_weights = TrainedWeights(self._parts.models)
@@ -181,6 +179,8 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
+        # The stop request of this process. All ranks agree on one request, `self._stop`.
+        self._asked = StopRequest(self.policy.stop_signals, self._record.note_stop_signal)
         self._loader = loader
         self._split = split
         self._evaluator = BatchEvaluator(

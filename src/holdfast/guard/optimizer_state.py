@@ -18,6 +18,11 @@ from torch.optim import Optimizer
 
 from holdfast.guard.optimizers import optimizers_inside
 
+# Entries of a parameter group that choose between implementations of the same optimizer. They are
+# properties of the script and its machine, not of the training state, so a resumed run takes them
+# from the script.
+IMPLEMENTATION_FLAGS = ("fused", "foreach", "capturable", "differentiable")
+
 
 def has_torch_layout(state: Any) -> bool:
     """Return whether a ``state_dict`` has exactly the layout that torch optimizers use."""
@@ -37,7 +42,8 @@ def has_torch_layout(state: Any) -> bool:
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
     """Load a saved ``state_dict`` through the optimizer's own ``load_state_dict``.
 
-    Tensors keep the dtypes in which they were saved, even in a torch optimizer inside a wrapper. If
+    The optimizer keeps its own `IMPLEMENTATION_FLAGS`. Tensors keep the dtypes in which they were
+    saved. Both also apply to a torch optimizer inside a wrapper. If
     a wrapper shared its ``param_groups`` or ``state`` with an inner optimizer, they are shared
     again after loading.
     """
@@ -54,8 +60,8 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
 
     with contextlib.ExitStack() as stack:
         for inner in inner_optimizers:
-            stack.enter_context(_keeping_dtypes(inner))
-        _load_and_keep_dtypes(optimizer, optimizer.load_state_dict, saved)
+            stack.enter_context(_loading_exactly(inner))
+        _load_exactly(optimizer, optimizer.load_state_dict, saved)
 
     for name, inner in shared:
         # torch's load_state_dict creates new groups. If the wrapper kept the old ones, its
@@ -73,14 +79,12 @@ def _is_shared(first: Any, second: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
-    """Make a wrapped optimizer keep saved dtypes when its wrapper calls ``load_state_dict``."""
+def _loading_exactly(optimizer: Optimizer) -> Iterator[None]:
+    """Make a wrapped optimizer use `_load_exactly` when its wrapper calls ``load_state_dict``."""
     own_attributes = vars(optimizer)
     was_replaced = "load_state_dict" in own_attributes
     original = optimizer.load_state_dict
-    own_attributes["load_state_dict"] = functools.partial(
-        _load_and_keep_dtypes, optimizer, original
-    )
+    own_attributes["load_state_dict"] = functools.partial(_load_exactly, optimizer, original)
     try:
         yield
     finally:
@@ -90,20 +94,23 @@ def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
             own_attributes.pop("load_state_dict", None)
 
 
-def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) -> None:
-    """Load a saved state with the given method, then restore the saved dtype of each tensor.
+def _load_exactly(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) -> None:
+    """Load a saved state with the given method, with its dtypes and the optimizer's own flags.
 
     While loading, torch casts state tensors to the dtype of their parameter, which would round the
-    fp32 moments of bf16 weights.
+    fp32 moments of bf16 weights. The saved dtypes are therefore restored afterwards.
 
     Args:
         optimizer: The optimizer that receives the state.
         load: The optimizer's own ``load_state_dict``.
         saved: The saved ``state_dict``.
     """
-    load(saved)
     if not has_torch_layout(saved):
+        load(saved)
         return
+    # The flags must be set before loading: torch moves the step counts to the device and dtype that
+    # the flags need.
+    load({**saved, "param_groups": _groups_with_own_flags(optimizer, saved["param_groups"])})
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, parameter in zip(keys, parameters, strict=False):
@@ -113,9 +120,28 @@ def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], save
             _restore_dtypes(loaded_state, saved_state)
 
 
+def _groups_with_own_flags(
+    optimizer: Optimizer, saved_groups: list[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return saved parameter groups in which the flags are those of the optimizer's own groups."""
+    if len(saved_groups) != len(optimizer.param_groups):
+        # The optimizer itself raises an error that explains the difference.
+        return saved_groups
+    return [
+        {**saved, **{flag: own[flag] for flag in IMPLEMENTATION_FLAGS if flag in own}}
+        for saved, own in zip(saved_groups, optimizer.param_groups, strict=True)
+    ]
+
+
 def _restore_dtypes(loaded_state: dict[str, Any], saved_state: Mapping[str, Any]) -> None:
-    """Replace each tensor in one parameter's state whose dtype was changed by loading it."""
+    """Replace each tensor in one parameter's state whose dtype was changed by loading it.
+
+    The step count is left out, because fused and capturable implementations need another dtype than
+    the others.
+    """
     for entry, saved in saved_state.items():
+        if entry == "step":
+            continue
         loaded = loaded_state.get(entry)
         if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
             continue

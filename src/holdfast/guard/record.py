@@ -69,6 +69,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.NotSaved,
         run_events.BeginsAnew,
         run_events.SettingsKept,
+        run_events.ImplementationChanged,
         run_events.PositionNotKept,
         run_events.GroupsChanged,
         run_events.OwnStateNotKept,
@@ -271,13 +272,17 @@ class RunRecord:
 
     # --- events and steps
 
-    def emit(self, data: EventData, *, global_step: int | None = None) -> None:
+    def emit(
+        self, data: EventData, *, global_step: int | None = None, is_logged: bool = True
+    ) -> None:
         """Record an event, and log it if users should see it.
 
         Args:
             data: The event.
             global_step: The step that the event refers to. Defaults to the current step. An event
                 about a checkpoint written in the background refers to an earlier step.
+            is_logged: Whether to log the event if users should see events of its kind. False for an
+                event that repeats an earlier one.
         """
         event = Event(
             kind=data.kind,
@@ -289,7 +294,15 @@ class RunRecord:
             with self._lock:
                 if self._box is not None:
                     self._box.event(event)
-        self._log_event(data, event)
+        if is_logged:
+            self._log_event(data, event)
+
+    def note_stop_signal(self, name: str) -> None:
+        """Record that a signal has asked the run to stop. The signal's handler calls this.
+
+        If a second signal then kills the process, nothing else shows why the run has ended.
+        """
+        self.emit(run_events.StopSignal(signal=name))
 
     def _log_event(self, data: EventData, event: Event) -> None:
         if type(data) in _LOGGED_BY_EACH_RANK:

@@ -210,6 +210,8 @@ class Counters:
     out_of_memory: int = 0
     rollbacks: int = 0
     resumes: int = 0
+    late_steps: int = 0
+    repeated_late_steps: int = 0
     nonfinite_in_a_row: int = 0
     spikes_in_a_row: int = 0
     rollbacks_in_a_row: int = 0
@@ -231,6 +233,12 @@ class Counters:
     def note_skipped_step(self) -> None:
         """Count a step that was skipped."""
         self.skipped_steps += 1
+
+    def note_late_step(self, *, repeated: bool) -> None:
+        """Count a step whose result was read one step later, and whether it was then repeated."""
+        self.late_steps += 1
+        if repeated:
+            self.repeated_late_steps += 1
 
     def note_spike(self) -> None:
         """Count a step that was refused because its loss or gradient norm was unusually large."""
@@ -297,6 +305,9 @@ class Statistics:
         out_of_memory: The number of attempts that ran out of memory.
         rollbacks: The number of rollbacks.
         resumes: The number of times that a new process has resumed the run from a checkpoint.
+        late_steps: The number of steps whose result was read one step later, over all restarts.
+        repeated_late_steps: The number of late steps that the device has refused, so that they were
+            repeated and decided before their optimizers ran. Some of them were then committed.
         checkpoints_saved: The number of checkpoints saved by this process.
         checkpoints_failed: The number of failed saves in this process.
         micro_batch_size: The largest number of samples in one forward and backward pass of the next
@@ -312,6 +323,8 @@ class Statistics:
     out_of_memory: int
     rollbacks: int
     resumes: int
+    late_steps: int
+    repeated_late_steps: int
     checkpoints_saved: int
     checkpoints_failed: int
     micro_batch_size: int | None

@@ -68,9 +68,15 @@ class StopRequest:
 
     Args:
         names: The names of the signals that stop the run, such as ``"SIGTERM"``.
+        note_signal: Function that the handler calls with the name of the first signal, to record
+            it. None if it is not recorded.
     """
 
-    def __init__(self, names: Iterable[str] = ("SIGTERM",)) -> None:
+    def __init__(
+        self,
+        names: Iterable[str] = ("SIGTERM",),
+        note_signal: Callable[[str], object] | None = None,
+    ) -> None:
         # Why the run was asked to stop: the name of a signal, or the reason passed to `request`.
         self.reason: str | None = None
         # The signal that asked the run to stop. None if `request` was called instead.
@@ -84,6 +90,7 @@ class StopRequest:
         self.left_alone: list[str] = []
 
         self._numbers = tuple(signal.Signals[name] for name in names)
+        self._note_signal = note_signal
         # The handlers that were installed before ours, keyed by signal.
         self._previous: dict[int, Any] = {}
         self._installed = False
@@ -242,6 +249,9 @@ class StopRequest:
             request._settling = True
             request.signal = number
             request.request(number.name)
+            if request._note_signal is not None:
+                # Nothing can be recorded when a second signal kills the process.
+                request._note_signal(number.name)
         _tolerate_dying_workers()
 
         try:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
@@ -146,7 +148,23 @@ def optimizer_with_hooks(begin: BeforeStep) -> Reason | None:
         )
         if hooks:
             return Reason(why=f"optimizer {name!r} has hooks that run in each step")
-    return None
+    # These hooks run in the steps of all optimizers.
+    global_hooks = (
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    )
+    if all(map(_is_hook_of_a_tool, global_hooks)):
+        return None
+    return Reason(why="a hook is registered that runs in each step of all optimizers")
+
+
+def _is_hook_of_a_tool(hook: Any) -> bool:
+    """Return whether a hook belongs to holdfast or torch, which only observe steps."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    # A method and a function have the name of their module, other objects that of their class.
+    module = getattr(hook, "__module__", None) or ""
+    return module.partition(".")[0] in ("holdfast", "torch")
 
 
 def first_step_of_an_optimizer(begin: BeforeStep) -> Reason | None:

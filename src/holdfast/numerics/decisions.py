@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
@@ -73,10 +74,11 @@ def decide_after_spike(  # noqa: PLR0913
 
 
 def _stop_after(rollbacks_in_a_row: int, reason: str) -> Stop:
-    return Stop(
-        reason=f"happened again after {counted(rollbacks_in_a_row, 'rollback')}: {reason}",
-        promise="changes training",
-    )
+    """Return the decision to stop a run that may not roll back, or not once more."""
+    history = f"happened again after {counted(rollbacks_in_a_row, 'rollback')}"
+    if rollbacks_in_a_row == 0:
+        history = "the policy allows no rollback (max_rollbacks=0)"
+    return Stop(reason=f"{history}: {reason}", promise="changes training")
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
@@ -84,9 +86,12 @@ def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
 
     Args:
         loss: The loss of the step.
-        culprits: Names of the first few parameters with a non-finite gradient.
+        culprits: Names of the first few parameters with a non-finite gradient. Empty if they are
+            unknown.
         count: The total number of such parameters.
     """
+    if not culprits and math.isfinite(loss):
+        return f"non-finite gradient (loss {loss:g})"
     if not culprits:
         return f"non-finite loss ({loss:g})"
     line = f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}"

@@ -74,6 +74,10 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.EpochEnded(epochs=3, steps=50, batches=100, batch_size=8), ("3", "50", "100", "8")),
     (run.Resumed(checkpoint="step-40", trained_batches=7), ("step-40", "7 batches")),
     (run.SettingsKept(changed=("lr: 0.1 stays, not 0.2",), why="set it after"), ("0.1", "0.2")),
+    (
+        run.ImplementationChanged(changed=("optimizer.0.fused: unset before, now True",)),
+        ("unset before, now True", "equal up to rounding"),
+    ),
     (run.GroupsChanged(), ("H313",)),
     (run.PositionNotKept(why="the loop is not ours"), ("the loop is not ours",)),
     (run.ResumeMayDiffer(why="none, because of X"), ("none, because of X",)),
@@ -178,6 +182,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     (run.OnednnSwitchedOff(), ("oneDNN", "equal up to rounding")),
     (run.DecidedNow(why="there are objects in state="), ("before the optimizer", "state=")),
+    (run.LateSteps(steps=1200, repeated=3), ("1,200 steps", "3 of them repeated")),
     (
         run.OptimizerNotFused(why="optimizer 'adam' is not fused", fix="pass fused=True"),
         ("a GPU waits", "'adam'", "pass fused=True"),
@@ -233,6 +238,21 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ),
         ("the loss", "7 parameters", "a, b", "second", "put_", "deterministic", "H504"),
     ),
+    (
+        run.RepetitionDiffered(
+            parameters=("a",),
+            parameter_count=1,
+            loss_differs=False,
+            third_agrees_with="first",
+            operations=("put_",),
+            deterministic=False,
+            rule="H504",
+            count=1024,
+            repeated=2000,
+        ),
+        ("1,024 of 2,000", "H504"),
+    ),
+    (run.StopSignal(signal="SIGINT"), ("SIGINT", "next boundary")),
     (run.StepNotRepeated(why="no memory"), ("no memory",)),
     (
         run.Spike(loss=12.34567, grad_norm=98765.4, usual_norm=1.5, level="HARD"),

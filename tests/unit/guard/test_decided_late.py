@@ -39,6 +39,7 @@ MODE_DEPENDENT_EVENTS = (
     "optimizer_not_fused",
     "loss_function_reads",
     "checkpoint_saved",
+    "late_steps",
 )
 
 
@@ -193,6 +194,23 @@ def test_a_loss_can_be_used_without_waiting(tmp_path: Path) -> None:
         assert guard.global_step == 2
         assert type(total) is type(stacked) is torch.Tensor
         assert guard.statistics().global_step == 1
+
+
+@pytest.mark.parametrize(("decide", "late", "repeated"), [("now", 0, 0), ("late", 9, 2)])
+def test_late_and_repeated_steps_are_counted(
+    tmp_path: Path, decide: str, late: int, repeated: int
+) -> None:
+    """The first step is decided now, and of the others, the device refuses the two bad ones."""
+    training = Training()
+    with training.guard(tmp_path, decide) as guard:
+        for batch in batches(10, bad=[4, 7]):
+            guard.step(batch, training.loss)
+    statistics = guard.statistics()
+
+    assert (statistics.late_steps, statistics.repeated_late_steps) == (late, repeated)
+    assert statistics.steps == 8
+    events = [event.data for event in guard.events() if event.kind == "late_steps"]
+    assert events == ([{"steps": late, "repeated": repeated}] if late else [])
 
 
 # --- the same as at once
@@ -449,6 +467,27 @@ def test_loss_scaling(tmp_path: Path) -> None:
         return guard, [*training.state(), torch.tensor(scale)]
 
     assert "loss_scale_lowered" in assert_same_in_both_modes(tmp_path, train)
+
+
+def test_the_loss_scale_is_lowered_by_a_step_whose_repetition_is_finite(tmp_path: Path) -> None:
+    """In fp16, a factor that has changed since does not leave the scale as it was."""
+
+    def train(run_dir: Path, decide: str) -> holdfast.Guard:
+        training = Training()
+        guard = training.guard(run_dir, decide, precision="fp16")
+        for number, batch in enumerate(batches(8)):
+            factor = 1e6 if number == 5 else 1e-2
+            guard.step(batch, lambda b: training.loss(b) * factor)  # noqa: B023
+        guard.close()
+        return guard
+
+    now = train(tmp_path / "now", "now")
+    late = train(tmp_path / "late", "late")
+
+    event = the_event(late, "loss_scale_lowered")
+    assert event.data["loss_scale"] == 2.0**15
+    assert late.statistics().loss_scale == now.statistics().loss_scale
+    assert event.data["loss_scale"] == the_event(now, "loss_scale_lowered").data["loss_scale"]
 
 
 def test_checkpoints_hold_only_decided_steps(tmp_path: Path) -> None:

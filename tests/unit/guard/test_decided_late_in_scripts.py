@@ -12,7 +12,7 @@ import pickle
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ from tests.unit.guard.test_decided_late import (
     poisoned,
 )
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import holdfast
 from holdfast.checkpoint.background import wait_for_jobs
@@ -365,6 +369,56 @@ def test_a_forward_pass_that_cannot_be_gated_is_decided_now(
         return guard, tensors_of(model, optimizer)
 
     assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 2
+
+
+@pytest.mark.parametrize(
+    "register",
+    [register_optimizer_step_pre_hook, register_optimizer_step_post_hook],
+)
+def test_a_hook_of_all_optimizers_sees_no_refused_step(
+    tmp_path: Path, register: Callable[[Any], Any]
+) -> None:
+    """While it is registered, steps are decided now, and after that they are late again."""
+    training = Training()
+    good, bad, *others = batches(6, bad=[1])
+    steps_seen: list[int] = []
+    with training.guard(tmp_path, "late") as guard:
+        handle = register(lambda *_: steps_seen.append(1))
+        guard.step(good, training.loss)
+        guard.step(bad, training.loss)
+        handle.remove()
+        results = [guard.step(batch, training.loss) for batch in others]
+
+        assert len(steps_seen) == 1
+        assert guard.global_step == 5
+        assert_undecided(results, at_least=4)
+        assert len([kind for kind in kinds_of(guard) if kind == "decided_now"]) == 1
+
+
+def test_frozen_weights_that_begin_to_move_through_data_are_noticed_later(tmp_path: Path) -> None:
+    """No counter shows such changes, so values are compared in steps 4, 8, 16, and so on."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(16, 4), nn.Linear(16, 4).requires_grad_(False)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        guard = guarded(run_dir, model, optimizer, decide=decide, diagnose=False)
+        moves = False
+
+        def loss_fn(batch: Batch) -> torch.Tensor:
+            inputs, labels = batch
+            if moves:
+                model[1].weight.data.lerp_(model[0].weight.data, 0.1)
+            return nn.functional.cross_entropy(model[0](inputs) + model[1](inputs), labels)
+
+        for number, batch in enumerate(batches(12, bad=[10])):
+            moves = number >= 5
+            guard.step(batch, loss_fn)
+        guard.close()
+        assert ("decided_now" in kinds_of(guard)) == (decide == "late")
+        return guard, tensors_of(model, optimizer)
+
+    assert assert_same_in_both_modes(tmp_path, train).count("skip_step") == 1
 
 
 def test_a_batch_that_was_changed_is_not_used_again(tmp_path: Path) -> None:

@@ -300,6 +300,24 @@ def test_what_cannot_be_split_further_is_named(tmp_path, batch):
     assert "no room" in refusal.value.what
 
 
+@pytest.mark.parametrize("earlier_batches", [0, 1])
+def test_earlier_outputs_are_mentioned_only_if_there_are_any(tmp_path, earlier_batches):
+    """In the first batch, no outputs take up host memory yet."""
+    guard, _ = make_guard(tmp_path)
+    batches = [torch.zeros(2, 8)] * earlier_batches + [torch.ones(1, 8)]
+
+    def only_zeros_fit(batch):
+        if batch.any():
+            raise MemoryError("no room")
+        return batch
+
+    with pytest.raises(OutOfMemoryError) as refusal:
+        guard.evaluate_batches(batches, only_zeros_fit)
+
+    assert ("64 B" in refusal.value.limit) is (earlier_batches > 0)
+    assert " 0 B" not in str(refusal.value)
+
+
 def test_other_errors_of_the_function_are_its_own(tmp_path):
     """They are raised as they are, and the mode of the models is restored."""
     guard, model = make_guard(tmp_path)

@@ -490,3 +490,23 @@ def test_a_nan_of_a_loss_with_forward_derivatives_is_skipped_and_blames_nothing(
     assert "nonfinite_not_traced" in kinds_of(guard)
     assert not guard.step(x, lambda x: derivative(model, x).square().mean()).skipped
     guard.close()
+
+
+@pytest.mark.parametrize("is_in_batch", [True, False])
+def test_only_nan_that_training_made_is_answered_with_a_lower_rate(tmp_path, is_in_batch):
+    """If the batch itself has NaN, H501 says how to find and leave out its samples."""
+    model, optimizer = regression()
+    inputs, targets = noisy_batches(1)[0]
+    if is_in_batch:
+        inputs[3, 2] = math.nan
+        factor = 1.0
+    else:
+        factor = math.inf
+    guard = guarded(tmp_path, model, optimizer, nonfinite_patience=1, max_rollbacks=0)
+
+    with pytest.raises(holdfast.NonFiniteError) as caught:
+        guard.step((inputs, targets), lambda batch: loss_of(model)(batch) * factor)
+
+    assert caught.value.rule == "H501"
+    assert ("drop_nonfinite_samples" in caught.value.fix) is is_in_batch
+    assert ("learning rate" in caught.value.fix) is not is_in_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from tests.unit.guard.guarded import (
     ask_for_too_much,
     assert_same,
+    events,
     guarded,
     kinds_of,
     square_of,
@@ -215,7 +217,32 @@ def test_one_flipped_bit_is_reported(
         "operations": [],
         "deterministic": False,
         "rule": "H504",
+        "count": 1,
+        "repeated": 1,
     }
+
+
+def test_many_differences_are_recorded_but_few_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that always differs logs a line when the number of differences doubles."""
+    model = small_model()
+    calls = 0
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return model(batch).square().mean() * (1 + calls % 7)
+
+    guard = guarded(tmp_path, model, repeat_step_interval=1, micro_batch_size=None, diagnose=False)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        for step in range(140):
+            guard.step(BATCHES[step % len(BATCHES)], loss_fn)
+
+    lines = [record for record in caplog.records if "H504" in record.getMessage()]
+    counts = [event.data["count"] for event in events(guard, "repetition_differed")]
+    assert len(lines) == 8
+    assert counts == [*range(1, 101), 128]
 
 
 def test_code_that_never_repeats_itself_agrees_with_neither_pass(tmp_path: Path) -> None:

@@ -93,3 +93,18 @@ def test_patience_comes_before_rollback_and_rollback_before_the_end(
     assert type(decision).__name__ == kind
     assert decision.promise == "changes training"
     assert "NaN in head" in decision.reason
+
+
+@pytest.mark.parametrize("rollbacks", [0, 1, 2])
+def test_a_stop_counts_only_rollbacks_that_were_made(rollbacks: int) -> None:
+    """A policy that allows no rollback is named instead of a count of zero."""
+    decision = decide_after_nonfinite(
+        reason="NaN in head",
+        in_a_row=3,
+        patience=3,
+        rollbacks_in_a_row=rollbacks,
+        max_rollbacks=rollbacks,
+    )
+
+    assert ("max_rollbacks=0" in decision.reason) is (rollbacks == 0)
+    assert (f"{rollbacks} rollback" in decision.reason) is (rollbacks > 0)

@@ -121,6 +121,21 @@ class SettingsKept(EventData):
         return f"settings in the script are ignored ({changes}), because {self.why}"
 
 
+class ImplementationChanged(EventData):
+    """A resumed run uses another implementation of an optimizer, because the script has changed.
+
+    `changed` lists the flags, such as ``fused``, with their values before and now.
+    """
+
+    changed: tuple[str, ...]
+    promise: Promise = "equal up to rounding"
+
+    def __str__(self) -> str:
+        return (
+            f"the optimizer uses another implementation ({'; '.join(self.changed)}; {self.promise})"
+        )
+
+
 class GroupsChanged(WithReason):
     """The script added parameter groups to an optimizer during the run.
 
@@ -225,6 +240,19 @@ class StopRequested(EventData):
         if self.asked_rank is not None:
             text += f", on rank {self.asked_rank}"
         return text
+
+
+class StopSignal(EventData):
+    """A signal arrived that asks the run to stop.
+
+    The run stops at its next boundary, which records `StopRequested`. Until then, a second signal
+    kills the process.
+    """
+
+    signal: str
+
+    def __str__(self) -> str:
+        return f"{self.signal} received; the run stops at its next boundary"
 
 
 class SignalLeftAlone(EventData):
@@ -745,6 +773,19 @@ class OptimizerNotFused(DecidedNow):
         return f"a GPU waits for the host in each step, because {self.why}; {self.fix}"
 
 
+class LateSteps(EventData):
+    """How many steps were decided late, over all restarts. It is recorded when the run is closed.
+
+    `repeated` is the number of these steps that the device has refused, so that they were repeated.
+    """
+
+    steps: int
+    repeated: int
+
+    def __str__(self) -> str:
+        return f"{counted(self.steps, 'step')} decided late, {self.repeated:,} of them repeated"
+
+
 class LossFunctionReads(EventData):
     """The loss function reads a value from a device, which then waits for the host in each step."""
 
@@ -842,7 +883,8 @@ class RepetitionDiffered(EventData):
     differ, and `parameter_count` is their total number. `third_agrees_with` says which of the two
     passes a third one agrees with, or ``"neither"``. It is None if a third pass was not possible.
     `operations` are the nondeterministic operations in the step, as far as torch names them.
-    `deterministic` says whether the script has enabled torch's deterministic algorithms.
+    `deterministic` says whether the script has enabled torch's deterministic algorithms. `count` is
+    the number of steps that have differed so far in this process, out of `repeated` steps.
     """
 
     parameters: tuple[str, ...]
@@ -852,8 +894,15 @@ class RepetitionDiffered(EventData):
     operations: tuple[str, ...]
     deterministic: bool
     rule: str
+    count: int = 1
+    repeated: int | None = None
 
     def __str__(self) -> str:
+        if self.count > 1 and self.repeated is not None:
+            return (
+                f"{self.count:,} of {self.repeated:,} repeated steps gave other bits; the last one"
+                f" in {self._results()} ({self.rule})"
+            )
         text = f"a repeated step gave other bits in {self._results()}"
         if self.third_agrees_with == "neither":
             text += "; a third pass agrees with neither of the two"

@@ -193,6 +193,29 @@ def _guard_closed(signs: ExitSigns) -> End | None:
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
 
 
+def _signal_before_the_end(signs: ExitSigns) -> End | None:
+    """Return an `End` if a signal asked a Guard to stop, and nothing was recorded after that.
+
+    A second signal, such as another Ctrl-C, has then ended the process at once.
+    """
+    event = observations.unanswered_signal(signs.evidence.events)
+    if event is None:
+        return None
+    name = str(event.data.get("signal"))
+    if not is_signal_name(name):
+        # The recording is damaged.
+        return None
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(signal.Signals[name], endings.TERMINATED),
+        confidence=0.8,
+        why=f"{name} asked its Guard to stop, and the process ended before the Guard could do so",
+        stop_requested_at=event.unix_seconds,
+        exhibits=(
+            Exhibit(text=f"{name} received", source="guard", unix_seconds=event.unix_seconds),
+        ),
+    )
+
+
 def _output_says_done(signs: ExitSigns) -> End | None:
     """Return an `End` if the last lines of the output say that training is done."""
     if not signs.evidence.output_says_done:
@@ -211,6 +234,7 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
     _supervisor_was_killed,
     _guard_left_its_loop,
     _guard_closed,
+    _signal_before_the_end,
     _output_says_done,
 )
 

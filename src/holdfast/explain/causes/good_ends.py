@@ -15,7 +15,12 @@ from holdfast.core.events.event import Event
 from holdfast.core.text import duration
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.exhibits import exhibit_of_leak, exhibit_of_memory_trend, growth_text
+from holdfast.explain.exhibits import (
+    exhibit_of_leak,
+    exhibit_of_memory_trend,
+    exhibit_of_repetition,
+    growth_text,
+)
 from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
@@ -84,6 +89,20 @@ def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
         title=f"finished, but {sentence}",
         sentence=f"But {sentence}.",
         exhibits=(Exhibit(text=sentence, source="recorded steps"),),
+    )
+
+
+def repeated_steps_differed(evidence: Evidence) -> Shortfall | None:
+    """Report steps that gave other bits when a Guard repeated them."""
+    repetitions = observations.differing_repetitions(evidence)
+    if repetitions is None:
+        return None
+    words = repetitions.words()
+    return Shortfall(
+        id=endings.REPEATED_DIFFERENTLY,
+        title=f"finished, but {words}",
+        sentence=f"But {words} [H504].",
+        exhibits=(exhibit_of_repetition(repetitions.first),),
     )
 
 
@@ -164,6 +183,7 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
 RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
     loss_diverged,
     loss_did_not_fall,
+    repeated_steps_differed,
     memory_grew,
     waited_for_loader,
     learning_was_not_judged,

@@ -61,6 +61,7 @@ _KINDS_AT_THE_END = frozenset(
         "steps_not_saved",
         "stop",
         "stop_requested",
+        "stop_signal",
     }
 )
 

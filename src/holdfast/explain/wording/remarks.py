@@ -37,6 +37,7 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
     if faults:
         words = f"{finding_text(faults[0], 'what')} [{faults[0].data['rule']}]"
         yield f"But a Guard found a problem with the training: {words}."
+    yield from _on_repeated_late_steps(evidence)
     traceback = observations.final_traceback(evidence)
     if traceback is not None:
         yield (
@@ -45,6 +46,13 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
         )
     elif any(statement.kind == "exception" for statement in evidence.statements):
         yield "The errors that it printed were caught: the run continued after them."
+
+
+def _on_repeated_late_steps(evidence: Evidence) -> Iterator[str]:
+    """Yield a sentence if steps that were decided late had to be repeated, which takes time."""
+    counts = observations.late_steps(evidence)
+    if counts is not None and counts.repeated:
+        yield f"{counts.repeated:,} of {counts.steps:,} steps that were decided late were repeated."
 
 
 def fix_of_training(evidence: Evidence) -> str:

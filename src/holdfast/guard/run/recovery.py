@@ -21,7 +21,7 @@ from holdfast.core.events import run_events
 from holdfast.core.events.data import Promise
 from holdfast.core.events.decisions import Decision, RollBack, SkipStep, Stop
 from holdfast.guard.optimizers import OptimizerMemory
-from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt
+from holdfast.guard.result import Outcome, PartialOptimizerStep, Provenance, StepAttempt
 from holdfast.guard.run.sample_reports import SampleReports
 from holdfast.guard.run.session import Session
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
@@ -137,15 +137,20 @@ class Recovery:
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        return self._carry_out(decision, reason, Trouble.NONFINITE)
+        return self._carry_out(
+            decision, reason, Trouble.NONFINITE, is_in_batch=_is_in_batch(outcome.provenance)
+        )
 
-    def _carry_out(self, decision: Decision, reason: str, trouble: Trouble) -> str:
+    def _carry_out(
+        self, decision: Decision, reason: str, trouble: Trouble, *, is_in_batch: bool = False
+    ) -> str:
         """Roll back, skip the batch, or raise an error, as decided.
 
         Args:
             decision: The decision.
             reason: Why the step was refused, as text.
             trouble: Why the step was refused, as a category.
+            is_in_batch: Whether the batch itself contains NaN or Inf.
 
         Returns:
             Why the step was refused and what was done, as text.
@@ -167,7 +172,7 @@ class Recovery:
             if trouble is Trouble.DIVERGED:
                 # Diverged weights are never saved.
                 self._session.state.spoil()
-            raise self._error_of_lasting_trouble(decision.reason, trouble)
+            raise self._error_of_lasting_trouble(decision.reason, trouble, is_in_batch=is_in_batch)
         return reason
 
     def _decide_without_earlier_state(
@@ -263,12 +268,24 @@ class Recovery:
         self._session.state.spoil()
         raise self._error_of_lasting_trouble(why, Trouble.NONFINITE)
 
-    def _error_of_lasting_trouble(self, reason: str, trouble: Trouble) -> HoldfastError:
-        """Return the error that stops a run whose trouble has persisted after all rollbacks."""
+    def _error_of_lasting_trouble(
+        self, reason: str, trouble: Trouble, *, is_in_batch: bool = False
+    ) -> HoldfastError:
+        """Return the error that stops a run whose trouble has persisted after all rollbacks.
+
+        Args:
+            reason: Why the last step was refused, and why the run stops.
+            trouble: Why the last step was refused, as a category.
+            is_in_batch: Whether the batch itself contains NaN or Inf.
+        """
+        max_rollbacks = self._policy.max_rollbacks
         if trouble is Trouble.DIVERGED:
+            limit = f"all rollbacks are used up (max_rollbacks={max_rollbacks})"
+            if max_rollbacks == 0:
+                limit = "the policy allows no rollback (max_rollbacks=0)"
             return DivergenceError(
                 reason,
-                limit=f"all rollbacks are used up (max_rollbacks={self._policy.max_rollbacks})",
+                limit=limit,
                 fix=(
                     "lower the learning rate, set max_grad_norm, or lengthen the warm-up; if the"
                     ' loss is meant to jump, leave spike_action at "warn". The newest checkpoint'
@@ -276,16 +293,24 @@ class Recovery:
                 ),
                 rule="H503",
             )
+        fix = (
+            "lower the learning rate, set max_grad_norm, or check the data of the batches that the"
+            " events name. The newest checkpoint is finite."
+        )
+        if is_in_batch:
+            fix = (
+                "repair the data: the batch itself contains NaN or Inf, which no setting of the"
+                " training changes. `holdfast events RUN_DIR --kind nonfinite_origin` names the"
+                " samples; Policy(drop_nonfinite_samples=True) leaves them out. The newest"
+                " checkpoint is finite."
+            )
         return NonFiniteError(
             reason,
             limit=(
                 f"nonfinite_patience={self._policy.nonfinite_patience} and"
-                f" max_rollbacks={self._policy.max_rollbacks} are used up"
+                f" max_rollbacks={max_rollbacks} are used up"
             ),
-            fix=(
-                "lower the learning rate, set max_grad_norm, or check the data of the batches that"
-                " the events name. The newest checkpoint is finite."
-            ),
+            fix=fix,
             rule="H501",
         )
 
@@ -403,3 +428,10 @@ class Recovery:
             ),
             rule="H402",
         )
+
+
+def _is_in_batch(provenance: Provenance | None) -> bool:
+    """Return whether the NaN or Inf of a step was in its batch already."""
+    if provenance is None or provenance.origin is None:
+        return False
+    return provenance.origin.kind == "input"

@@ -222,6 +222,7 @@ class Session:
                 forget_left_steps(self._directory.path)
                 if how == "left":
                     self.saving.note_left_steps()
+                self._report_late_steps()
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
@@ -230,6 +231,16 @@ class Session:
                 guarded.pop(id(optimizer), None)
             self.state.close()
             self._directory.release()
+
+    def _report_late_steps(self) -> None:
+        """Record how many steps of the run were decided late, if there were any."""
+        counters = self.counters
+        if counters.late_steps:
+            self.record.emit(
+                run_events.LateSteps(
+                    steps=counters.late_steps, repeated=counters.repeated_late_steps
+                )
+            )
 
     def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
         """Return a context in which events or numbers can be recorded, even after the run ended.
@@ -283,6 +294,8 @@ class Session:
             out_of_memory=counters.out_of_memory,
             rollbacks=counters.rollbacks,
             resumes=counters.resumes,
+            late_steps=counters.late_steps,
+            repeated_late_steps=counters.repeated_late_steps,
             checkpoints_saved=saving.saved,
             checkpoints_failed=saving.failed,
             micro_batch_size=plan.micro_batch_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.core.events import run_events
+from holdfast.guard.optimizer_state import IMPLEMENTATION_FLAGS
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 
@@ -35,23 +36,45 @@ class RunSettings:
     def restore(self, begun_with: dict[str, Any]) -> None:
         """Adopt the settings in a checkpoint, and report those that the script has changed.
 
-        The settings in the checkpoint override those in the script.
+        The settings in the checkpoint override those in the script, except for the flags that only
+        choose the implementation of an optimizer.
 
         Args:
             begun_with: The settings in the checkpoint, which are those at the start of the run.
         """
         own_settings = self._begun_with
-        self._begun_with = begun_with
-        changed = [
-            f"{name}: {value!r} stays, not {own_settings[name]!r}"
-            for name, value in begun_with.items()
-            if name in own_settings and own_settings[name] != value
-        ]
-        if changed:
-            self._record.emit(run_events.SettingsKept(changed=tuple(changed[:_MOST_NAMES])))
+        own_flags = {
+            name: value for name, value in own_settings.items() if _is_implementation_flag(name)
+        }
+        self._begun_with = {**begun_with, **own_flags}
+        kept = []
+        replaced = []
+        for name, value in begun_with.items():
+            if name not in own_settings or own_settings[name] == value:
+                continue
+            if name in own_flags:
+                replaced.append(f"{name}: {_text(value)} before, now {_text(own_settings[name])}")
+            else:
+                kept.append(f"{name}: {value!r} stays, not {own_settings[name]!r}")
+        if kept:
+            self._record.emit(run_events.SettingsKept(changed=tuple(kept[:_MOST_NAMES])))
+        if replaced:
+            self._record.emit(
+                run_events.ImplementationChanged(changed=tuple(replaced[:_MOST_NAMES]))
+            )
 
     def report_changed_groups(self) -> None:
         """Report once if the number of parameter groups has changed since the guard was created."""
         if self._groups is not None and self._groups != len(self._parts.rates()):
             self._groups = None
             self._record.emit(run_events.GroupsChanged())
+
+
+def _is_implementation_flag(name: str) -> bool:
+    """Return whether a setting, such as ``"optimizer.0.fused"``, only chooses an implementation."""
+    return not name.startswith("scheduler ") and name.rpartition(".")[2] in IMPLEMENTATION_FLAGS
+
+
+def _text(flag: object) -> str:
+    """Return the value of a flag as text. With None, torch chooses an implementation."""
+    return "unset" if flag is None else str(flag)

@@ -226,6 +226,7 @@ class Steps:
         if first_facts.nonfinite:
             # The first run was not finite. A finite repetition means that something it reads has
             # changed since, so the step stays refused.
+            self.engine.loss_scale.note_nonfinite()
             return self.engine.finish(work, replace(attempt, facts=first_facts), judge)
         return self.engine.finish(work, attempt, lambda _: _skip_not_reproduced(first_facts))
 
@@ -493,6 +494,7 @@ class Steps:
     def _accept(self, undecided: UndecidedStep) -> None:
         """Count and record an undecided step that was not refused."""
         self._remove_provisional_count(undecided)
+        self.session.counters.note_late_step(repeated=False)
         attempt = undecided.attempt.read()
         outcome = self.engine.outcome(undecided.work, attempt, committed=True)
         call = undecided.call
@@ -520,6 +522,7 @@ class Steps:
         scale are restored, and the step runs with the modes and hyperparameters of its own call.
         """
         self._remove_provisional_count(undecided)
+        self.session.counters.note_late_step(repeated=True)
         self._rewind(undecided)
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY

@@ -32,6 +32,18 @@ class LossScale:
         for name in names:
             self._scaler.unscale_(optimizers[name])
 
+    def note_nonfinite(self) -> None:
+        """Make the next `update` lower the scale, although the unscaled gradients are finite.
+
+        A late step may have been refused because of gradients that its repetition does not have.
+        """
+        if not self.enabled:
+            return
+        # torch's scaler has no method for that.
+        for state in self._scaler._per_optimizer_states.values():
+            for found_inf in state["found_inf_per_device"].values():
+                found_inf.fill_(1.0)
+
     def update(self) -> None:
         """Adjust the scale after a step.
 

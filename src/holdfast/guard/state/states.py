@@ -29,8 +29,6 @@ _SMALL_BYTES = 64 * 2**20
 _SMALL_ENTRIES = 512
 FROZEN = "frozen parameters"
 _version_of = operator.attrgetter("_version")
-# Small frozen parameters are compared with their copies in this many steps.
-_COMPARED_STEPS = 2
 
 
 class FrozenParameters:
@@ -61,7 +59,8 @@ class FrozenParameters:
     def have_changed(self) -> bool:
         """Return whether they were changed in place since the last call to `note_versions`.
 
-        Changes through ``parameter.data`` are not counted.
+        Changes through ``parameter.data`` are not counted. Only `StateKeeper.learn` finds those, in
+        steps 1, 2, 4, 8, and so on.
         """
         return self._sum_of_versions() != self._versions
 
@@ -147,13 +146,13 @@ class StateKeeper:
         return [
             tracked.name
             for tracked in self._tracked
-            if (tracked.large or tracked.is_new_and_frozen) and tracked.learn()
+            if (tracked.large or tracked.is_frozen_and_due) and tracked.learn()
         ]
 
     def frozen_parameters_change(self) -> bool:
         """Return whether a step was seen to change frozen parameters, as a momentum encoder does.
 
-        Small parameters are compared in the first steps, and large ones as described above.
+        Their values are compared in steps 1, 2, 4, 8, and so on.
         """
         return any(
             isinstance(tracked.stateful, FrozenParameters) and tracked.changes
@@ -205,17 +204,20 @@ class _TrackedState:
         return self._changes is True
 
     @property
-    def is_new_and_frozen(self) -> bool:
-        return isinstance(self.stateful, FrozenParameters) and self._steps <= _COMPARED_STEPS
+    def is_frozen_and_due(self) -> bool:
+        return isinstance(self.stateful, FrozenParameters) and self._is_power_of_two
+
+    @property
+    def _is_power_of_two(self) -> bool:
+        # A power of two has a single 1 bit, which the subtraction clears.
+        return self._steps & (self._steps - 1) == 0
 
     def keep(self, *, look: bool) -> None:
         if not look:
             self._steps += 1
         self._copy = None
         self._print = None
-        # A power of two has a single 1 bit, which the subtraction clears.
-        is_power_of_two = self._steps & (self._steps - 1) == 0
-        if self.untouched and not look and not is_power_of_two:
+        if self.untouched and not look and not self._is_power_of_two:
             # Large objects are checked only in steps 1, 2, 4, 8, and so on.
             return
         if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():

@@ -40,6 +40,9 @@ from holdfast.numerics.eager import eager
 
 # An event names at most this many parameters.
 _MOST_NAMES = 5
+# So many differences are all recorded. If every repetition differs, as with a nondeterministic
+# operation, later ones are recorded only when their number doubles.
+_MOST_RECORDED = 100
 # The beginning of torch's warnings about nondeterministic operations, in torch 2.11 to 2.13.
 # cuBLAS is left out: its warning appears in every model, but cuBLAS is nondeterministic only if
 # several streams share a handle.
@@ -115,6 +118,9 @@ class Repetition:
         self._devices = context.parts.devices()
         # The reasons for not repeating a step that have been reported. Each is reported once.
         self._reported = set[str]()
+        # The number of steps that were repeated in this process, and how many of them differed.
+        self._repeated_steps = 0
+        self._differing_steps = 0
 
     def repeat_if_due(self, work: Work, attempt: StepAttempt) -> None:
         """Repeat a step that is due, and record an event if any bit of the result differs.
@@ -139,7 +145,13 @@ class Repetition:
         event = self._compare(work, first)
         self._return_to_end_of(first)
         if event is not None:
-            self._record.emit(event)
+            self._report_difference(event)
+
+    def _report_difference(self, event: run_events.RepetitionDiffered) -> None:
+        """Record a difference, and log it if the number of differences has doubled."""
+        has_doubled = event.count & (event.count - 1) == 0
+        if has_doubled or event.count <= _MOST_RECORDED:
+            self._record.emit(event, is_logged=has_doubled)
 
     # --- the comparison
 
@@ -154,8 +166,10 @@ class Repetition:
         if isinstance(difference, _Failed):
             self._report_not_repeated(difference.why)
             return None
+        self._repeated_steps += 1
         if difference.is_empty:
             return None
+        self._differing_steps += 1
         third_agrees_with = self._guarded(lambda: self._third_pass(work, first, difference))
         operations = self._guarded(lambda: self._nondeterministic_operations(work))
         return run_events.RepetitionDiffered(
@@ -166,6 +180,8 @@ class Repetition:
             operations=() if isinstance(operations, _Failed) else operations,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rule="H504",
+            count=self._differing_steps,
+            repeated=self._repeated_steps,
         )
 
     def _keep_first_pass(self, work: Work, attempt: StepAttempt) -> _FirstPass:
