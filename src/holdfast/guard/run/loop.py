@@ -155,8 +155,8 @@ class Loop:
         if not self._state.in_loop:
             with self._record.errors():
                 self._save_as_asked()
-        self._session.saving.report_loss(left=self._state.in_loop)
-        self._session.saving.note_left_steps()
+        self._session.end_report.report_failed_saves(left=self._state.in_loop)
+        self._session.end_report.report_left_steps()
 
     def batches(
         self,

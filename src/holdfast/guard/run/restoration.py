@@ -115,8 +115,7 @@ class Restoration:
         self._go_to_position_of(training)
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
-        self._saving.chooser.costs.extend(costs)
-        self._saving.resumed(entry)
+        self._saving.note_resumed(entry, costs)
         self._saved_state.settings.restore(training["settings"])
         self._record.emit(
             run_events.Resumed(
@@ -242,7 +241,7 @@ class Restoration:
         if snapshot is not None and not trusted:
             # If the run fails again after this rollback, the next rollback uses an older snapshot.
             self._snapshots.distrust(snapshot)
-        self._saving.returned(to_checkpoint=snapshot is None)
+        self._saving.note_rollback(to_checkpoint=snapshot is None)
         self._snapshots.returned_to(self._record.global_step)
         if trusted:
             # The restored state predates the cause, so no later rollback needs an older state.
