@@ -233,33 +233,56 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
     if isinstance(loss_fn, TwoPass):
         return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
     if isinstance(loss_fn, functools.partial):
-        bound = [*loss_fn.args, *(loss_fn.keywords[name] for name in sorted(loss_fn.keywords))]
-        return _with_bound_values(description_of(loss_fn.func, depth), bound, depth)
-    if isinstance(loss_fn, types.MethodType):
-        return _with_bound_values(
-            description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth
-        )
-    code = getattr(loss_fn, "__code__", None)
-    if code is not None:
-        bound = []
-        for cell in loss_fn.__closure__ or ():
-            try:  # noqa: SIM105 - `suppress` is slower, and this runs in every step
-                bound.append(cell.cell_contents)
-            except ValueError:
-                # The variable has not been assigned yet.
-                pass
-        bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        # A function in a script may use flags stored in global variables.
-        global_variables = getattr(loss_fn, "__globals__", {})
-        for name in code.co_names:
-            value = global_variables.get(name)
-            if type(value) in (bool, str):
-                bound.append(value)
-        return _with_bound_values(_name_of(code), bound, depth) if bound else _name_of(code)
-    bound = [
-        value for key, value in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH
-    ]
-    return _with_bound_values(type(loss_fn).__qualname__, bound, depth)
+        name = description_of(loss_fn.func, depth)
+        bound = _arguments_of(loss_fn)
+    elif isinstance(loss_fn, types.MethodType):
+        name = description_of(loss_fn.__func__, depth)
+        bound = [loss_fn.__self__]
+    elif getattr(loss_fn, "__code__", None) is not None:
+        name = _name_of(loss_fn.__code__)
+        bound = [*_closure_of(loss_fn), *_defaults_of(loss_fn), *_global_flags_of(loss_fn)]
+    else:
+        name = type(loss_fn).__qualname__
+        bound = [
+            value for key, value in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH
+        ]
+    return _with_bound_values(name, bound, depth)
+
+
+def _arguments_of(partial: functools.partial[Any]) -> list[Any]:
+    """Return the arguments of a partial, with keyword arguments sorted by name."""
+    return [*partial.args, *(partial.keywords[name] for name in sorted(partial.keywords))]
+
+
+def _closure_of(function: Any) -> list[Any]:
+    """Return the values of a function's closure variables that have been assigned."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:  # noqa: SIM105 - `suppress` is slower, and this runs in every step
+            values.append(cell.cell_contents)
+        except ValueError:
+            # The variable has not been assigned yet.
+            pass
+    return values
+
+
+def _defaults_of(function: Any) -> list[Any]:
+    """Return the default values of a function's parameters."""
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _global_flags_of(function: Any) -> list[Any]:
+    """Return the strings and bools in global variables that a function uses.
+
+    A function in a script may use flags that are stored there.
+    """
+    global_variables = getattr(function, "__globals__", {})
+    flags = []
+    for name in function.__code__.co_names:
+        value = global_variables.get(name)
+        if type(value) in (bool, str):
+            flags.append(value)
+    return flags
 
 
 @functools.lru_cache(maxsize=256)

@@ -111,6 +111,21 @@ class LossHistory:
             self.result is not None and self.result.may_change_gradient_later()
         )
 
+    def count_step(self, *, is_split: bool) -> None:
+        """Count a step in which a check is needed.
+
+        Args:
+            is_split: Whether the step splits its batch.
+        """
+        self.steps += 1
+        if is_split:
+            self.split_steps += 1
+
+    def note_passed_check(self, global_step: int) -> None:
+        """Record the step of a check that has passed, unless an earlier failure is in doubt."""
+        if not self.steps_in_doubt:
+            self.last_passed_step = global_step
+
     def add_trial(self, result: SplitCheckResult) -> None:
         """Add the result of a trial split."""
         combined = result if self.result is None else combine([self.result, result])

@@ -193,22 +193,26 @@ class SelectionFinder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        tensors = [
-            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        ]
-        argument_marks = [
-            marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NO_MARKS
-        ]
-        if name in _TO_HOST and args[0].ndim and self._selects_for_loss(self._marks_of(args[0])):
-            self._values_left_torch = True
+        if name in _TO_HOST:
+            self._note_conversion(args[0])
+        argument_marks = self._marks_among((args, kwargs))
         if argument_marks:
             marks = self._marks_of_result(name, args, kwargs, argument_marks)
             # `__setitem__` writes into its first argument and returns None.
-            outputs = args[:1] if name == "__setitem__" else pytree.tree_leaves(result)
-            for tensor in outputs:
-                if isinstance(tensor, torch.Tensor):
-                    self._marks[tensor] = marks
+            outputs = args[:1] if name == "__setitem__" else result
+            for tensor in _tensors_in(outputs):
+                self._marks[tensor] = marks
         return result
+
+    def _note_conversion(self, tensor: torch.Tensor) -> None:
+        """Record that the values of a tensor are converted to an array or a list."""
+        if tensor.ndim and self._selects_for_loss(self._marks_of(tensor)):
+            self._values_left_torch = True
+
+    def _marks_among(self, arguments: Any) -> list[_Marks]:
+        """Return the marks of those arguments of a call that are marked tensors."""
+        marks = [self._marks_of(tensor) for tensor in _tensors_in(arguments)]
+        return [mark for mark in marks if mark != _NO_MARKS]
 
     def _marks_of(self, tensor: torch.Tensor) -> _Marks:
         marks: _Marks | None = self._marks.get(tensor)  # type: ignore[no-untyped-call]
@@ -316,6 +320,11 @@ class SelectionFinder(TorchFunctionMode):
             if isinstance(candidate, torch.Tensor) and self._marks_of(candidate).is_mask:
                 return candidate
         return None
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments or the result of a call."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _covers_first(args: Any, kwargs: Any) -> bool:

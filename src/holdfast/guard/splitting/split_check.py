@@ -190,16 +190,35 @@ def _compare_subsets(comparer: Comparer, subsets: Sequence[Any]) -> list[SplitCh
         is_conclusive = result.declared or result.outcome != "exact"
         if next_subsets or is_conclusive or len(results) >= _MAX_SUBSETS:
             continue
-        failed = {weighting for earlier in results for weighting in earlier.failed}
-        remaining = [weighting for weighting in comparer.weightings if weighting not in failed]
-        if len(remaining) < 2 or not others:
-            continue
-        split = comparer.evaluator.split
-        differences = [disagreement(remaining, cut(subset, split)) for subset in others]
-        largest = max(differences)
-        if largest > MIN_DISAGREEMENT:
-            next_subsets.append(others.pop(differences.index(largest)))
+        position = _most_distinguishing(others, comparer, results)
+        if position is not None:
+            next_subsets.append(others.pop(position))
     return results
+
+
+def _most_distinguishing(
+    subsets: Sequence[Any], comparer: Comparer, results: Sequence[SplitCheckResult]
+) -> int | None:
+    """Return the position of the set in which the remaining weightings differ most.
+
+    Args:
+        subsets: The sets of samples that have not been compared.
+        comparer: Knows the candidates for the weighting.
+        results: The comparisons so far. Weightings that have failed in one of them are left out.
+
+    Returns:
+        The position, or None if no set distinguishes the remaining weightings.
+    """
+    failed = {weighting for result in results for weighting in result.failed}
+    remaining = [weighting for weighting in comparer.weightings if weighting not in failed]
+    if len(remaining) < 2 or not subsets:
+        return None
+    split = comparer.evaluator.split
+    differences = [disagreement(remaining, cut(subset, split)) for subset in subsets]
+    largest = max(differences)
+    if largest <= MIN_DISAGREEMENT:
+        return None
+    return differences.index(largest)
 
 
 def _compare_one_label(

@@ -145,17 +145,25 @@ class BufferKeeper:
         first time, if a mutable buffer is sparse or quantized, or if it is not yet known which
         buffers change.
         """
-        if not self._has_learned:
-            return False
-        for place, (buffer, version) in zip(self._constant, self._versions, strict=True):
-            if place.now() is not buffer or _version(buffer) != version:
-                return False
+        return (
+            self._has_learned
+            and not self._changed_constants()
+            and self._have_same_storage()
+            and self._have_plain_values()
+        )
+
+    def _have_same_storage(self) -> bool:
+        """Return whether each mutable buffer is still the same tensor, with the same shape."""
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
             if place.now() is not before:
                 return False
             # The data of a buffer can be replaced, as in ``buffer.data = longer``.
             if before is not copy and before.shape != copy.shape:  # type: ignore[union-attr]
                 return False
+        return True
+
+    def _have_plain_values(self) -> bool:
+        """Return whether all mutable buffers have values that `gate` can restore."""
         if self._are_plain is None:
             # `torch.where` cannot select between sparse or quantized tensors.
             self._are_plain = all(
@@ -222,16 +230,20 @@ class BufferKeeper:
 
     def _learn_newly_mutable(self) -> list[str]:
         """Treat constant buffers that have changed as mutable, and return their names."""
-        newly_mutable = [
-            place
-            for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
-            if place.now() is not buffer or _version(buffer) != version
-        ]
+        newly_mutable = self._changed_constants()
         if newly_mutable:
             self._constant = [place for place in self._constant if place not in newly_mutable]
             self._mutable = self._mutable + newly_mutable
             self._note_versions()
         return [place.name for place in newly_mutable]
+
+    def _changed_constants(self) -> list[_Place]:
+        """Return the constant buffers that have changed since the last `keep`."""
+        return [
+            place
+            for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
+            if place.now() is not buffer or _version(buffer) != version
+        ]
 
     def _note_versions(self) -> None:
         """Record the tensor and the version counter of each constant buffer."""
