@@ -468,7 +468,7 @@ class Loop:
             # The run is about to return to an earlier state, which does not include this step.
             self._steps.settle()
         else:
-            self._session.keep_snapshot()
+            self._session.take_snapshot()
             if not self._saves.is_due():
                 return
             if self._session.is_calm:

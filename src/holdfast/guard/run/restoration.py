@@ -266,7 +266,7 @@ class Restoration:
             The guard's own part of the loaded state.
         """
         if isinstance(earlier, HostSnapshot):
-            return self._put_back(copied_to_host(earlier.trees))
+            return self._load(copied_to_host(earlier.trees))
         return self._restore(earlier, in_place=True)
 
     # --- finding and loading a state
@@ -314,9 +314,9 @@ class Restoration:
         with reading(entry.path):
             check_fits(trees, live, self._parts, f"checkpoint {entry.path.name}")
             check_own(self._saved_state.of_this_rank(trees["training"]))
-        return self._put_back(trees)
+        return self._load(trees)
 
-    def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, trees: dict[str, Any]) -> dict[str, Any]:
         """Load a saved state into the objects of the run.
 
         Args:

@@ -429,7 +429,7 @@ class Session:
                 if not has_weights_of(self.parts, entry):
                     self.record.emit(run_events.ChangesNotSaved(why=_CHANGED))
                     return
-                self._keep_random_state_of(entry)
+                self._reuse_random_state_of(entry)
             if not self.is_open:
                 open_again()
         except Exception as error:
@@ -459,7 +459,7 @@ class Session:
             return None
         return entry if changes_without_a_step(self.parts, entry) else None
 
-    def _keep_random_state_of(self, entry: Entry) -> None:
+    def _reuse_random_state_of(self, entry: Entry) -> None:
         """Make the next save at this position reuse the random state in an existing checkpoint.
 
         Random numbers that the script draws before a loop, or after leaving a loop in the middle of
@@ -473,15 +473,15 @@ class Session:
         if self.cursor.batches or self.restoration.random_state is not None:
             training = read_components(entry, ["training"])["training"]
             random_state = RandomState.from_tree(training["random_state"])
-            self.saved_state.keep_random_state(random_state)
+            self.saved_state.reuse_random_state(random_state)
 
-    def keep_snapshot(self) -> None:
+    def take_snapshot(self) -> None:
         """Take a snapshot in host memory, if one is due and the state is complete and finite."""
         step = self.record.global_step
         if not (self.snapshots.is_due(step) and self.state.may_be_saved and self.is_calm):
             return
         try:
-            if not self.snapshots.keep(step, self.saved_state.components_if_finite):
+            if not self.snapshots.take(step, self.saved_state.components_if_finite):
                 self.record.emit(run_events.SnapshotsDoNotFit())
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)

@@ -328,7 +328,7 @@ class Comparison:
             run = TwoPassRun(
                 call=evaluator.call,
                 backward=lambda loss, inputs: loss.backward(inputs=inputs),  # type: ignore[no-untyped-call]
-                new_snapshot=lambda: BufferKeeper(dict(evaluator.models)),
+                new_keeper=lambda: BufferKeeper(dict(evaluator.models)),
                 devices=evaluator.devices(),
                 inputs=evaluator.trainable_parameters,
             )

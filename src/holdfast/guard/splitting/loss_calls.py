@@ -11,7 +11,7 @@ from holdfast.guard.parts import Parts
 from holdfast.guard.precision import autocast
 from holdfast.guard.splitting.loss_functions import ReturningALoss
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.state.states import StateKeeper, kept_states
+from holdfast.guard.state.states import StateKeeper, changeable_states
 
 
 class LossCalls:
@@ -43,10 +43,12 @@ class LossCalls:
         ):
             yield
 
-    def new_snapshot(self) -> BufferKeeper:
+    def new_keeper(self) -> BufferKeeper:
         """Return a new `BufferKeeper`, for extra passes whose changes of state must be undone."""
         untouched = self._buffers.states.untouched()
         states = {
-            name: state for name, state in kept_states(self._parts).items() if name not in untouched
+            name: state
+            for name, state in changeable_states(self._parts).items()
+            if name not in untouched
         }
         return BufferKeeper(self._parts.models, StateKeeper(states, copy_large_objects=True))

@@ -23,7 +23,7 @@ def find_changed_buffer(evaluator: LossEvaluator, subset: Any) -> str:
     if not any(True for model in evaluator.models.values() for _ in model.buffers()):
         return ""
     buffers = BufferKeeper(dict(evaluator.models))
-    buffers.keep()
+    buffers.capture()
     evaluator.loss_from_start(subset)
     buffers.learn()
     return next(iter(buffers.mutable_outside_norms()), "")
@@ -40,12 +40,12 @@ def search_side_effects(
         include_logs: Whether to include changes that do not affect the next loss.
     """
     buffers = BufferKeeper(dict(evaluator.models), evaluator.states)
-    buffers.keep()
+    buffers.capture()
 
     # Undo each forward pass, so that the next one starts from the same state.
     def forward() -> float:
         loss = evaluator.loss_from_start(subset)
-        buffers.put_back()
+        buffers.restore()
         return loss
 
     return find_side_effects(

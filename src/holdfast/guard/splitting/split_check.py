@@ -82,7 +82,7 @@ class SplitCheck:
             The combined result of all comparisons.
         """
         split = self.evaluator.split
-        self.evaluator.states.keep()
+        self.evaluator.states.capture()
         subsets = consecutive_subsets(batch, size, split)
         changed_buffer = find_changed_buffer(self.evaluator, subsets[0])
         side_effects: tuple[str, ...] | None = None
@@ -119,7 +119,7 @@ class SplitCheck:
             micro_batch: A micro-batch of a size that is known to fit in memory.
             size: The number of samples in the micro-batch.
         """
-        self.evaluator.states.keep()
+        self.evaluator.states.capture()
         weightings = self._weightings(micro_batch, size)
         shares = [_HALF]
         if size >= TRIAL_SAMPLES:
@@ -153,7 +153,7 @@ class SplitCheck:
             include_logs: Whether to include changes that do not affect the next loss, such as
                 changes of a log, or of a counter that may have an effect later.
         """
-        self.evaluator.states.keep()
+        self.evaluator.states.capture()
         samples = batch
         if size is not None:
             samples = first_samples(batch, size, self.evaluator.split)

@@ -91,7 +91,7 @@ class SplitSafety:
         # Functions that return a context for calling a loss function, and a `BufferKeeper` for
         # extra passes; see `LossCalls`.
         self.forbid_training_calls = calls.forbid_training_calls
-        self.new_snapshot = calls.new_snapshot
+        self.new_keeper = calls.new_keeper
 
     # --- the batch
 

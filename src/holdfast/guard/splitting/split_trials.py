@@ -399,7 +399,7 @@ class SplitTrials:
             loss_fn=work.loss_fn,
             split=work.split,
             models=self._parts.models,
-            states=self._calls.new_snapshot().states,
+            states=self._calls.new_keeper().states,
             parameters=work.parameters,
             calling=self._calls.calling,
             rounds_to_half=self._policy.precision != "fp32",

@@ -192,7 +192,7 @@ class Passes:
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
-            new_snapshot=self._safety.new_snapshot,
+            new_keeper=self._safety.new_keeper,
             devices=self._devices,
             inputs=inputs,
         )
@@ -203,15 +203,15 @@ class Passes:
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
         """Return the number of items of each term in these parts, without changing any state."""
         random_state = capture(self._devices)
-        buffers = self._safety.new_snapshot()
-        buffers.keep()
+        buffers = self._safety.new_keeper()
+        buffers.capture()
         read = without_graph(
             lambda: [
                 self._forward(part, samples, loss_fn, needs_graph=False).read()
                 for part, samples in parts
             ]
         )
-        buffers.put_back()
+        buffers.restore()
         restore(random_state)
         return [counts for means, counts in read if not _is_bad(means, counts)]
 
