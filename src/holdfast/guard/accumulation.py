@@ -42,7 +42,7 @@ class Accumulation:
         self._gradients = guard.steps.engine.earlier_gradients
         self._gradients.discard()
         # Copies of the buffers, made before the first batch of the step.
-        self._buffers = self._attempts.safety.new_keeper()
+        self._buffers = self._attempts.safety.loss_calls.new_keeper()
         # The random state before the first batch of the step. None between two steps.
         self._begun: RandomState | None = None
         # Why the step will be skipped once its last batch arrives. None if it will be committed.

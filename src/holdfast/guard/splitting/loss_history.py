@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.guard.splitting.hazards import Hazard
-from holdfast.guard.splitting.loss_functions import description_of
-from holdfast.guard.splitting.split_result import SplitCheckResult, combine
+from holdfast.guard.splitting.loss_identity import description_of
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult, combine
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting
 
 # At most this many loss functions are distinguished by the strings that are bound to them. If there

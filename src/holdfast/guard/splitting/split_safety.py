@@ -31,7 +31,6 @@ from holdfast.core.events.data import Promise
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.evaluation import mixing_layers
 from holdfast.guard.splitting.hazards import (
     Hazard,
     HazardCase,
@@ -40,9 +39,10 @@ from holdfast.guard.splitting.hazards import (
     promise_of_split,
     refused_by_policy,
 )
-from holdfast.guard.splitting.loss_calls import LossCalls
+from holdfast.guard.splitting.loss_functions import LossCalls
 from holdfast.guard.splitting.loss_history import LossHistories, LossHistory, Report
 from holdfast.guard.splitting.split_trials import Isolation, Need, SplitTrials
+from holdfast.guard.splitting.trial.evaluation import mixing_layers
 from holdfast.guard.splitting.weighting import Weighting
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.buffers import BufferKeeper
@@ -83,15 +83,12 @@ class SplitSafety:
         self._buffers = buffers
         self._record = record
         self._histories = LossHistories()
-        calls = LossCalls(parts, policy, buffers)
-        self._trials = SplitTrials(parts, policy, record, calls, isolation)
+        # The contexts for calling a loss function, in steps and in trials.
+        self.loss_calls = LossCalls(parts, policy, buffers)
+        self._trials = SplitTrials(parts, policy, record, self.loss_calls, isolation)
         # Why the first batch without a batch dimension could not be split. None if there was no
         # such batch.
         self._why_not_splittable: str | None = None
-        # Functions that return a context for calling a loss function, and a `BufferKeeper` for
-        # extra passes; see `LossCalls`.
-        self.forbid_training_calls = calls.forbid_training_calls
-        self.new_keeper = calls.new_keeper
 
     # --- the batch
 

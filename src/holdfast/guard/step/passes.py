@@ -192,7 +192,7 @@ class Passes:
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
-            new_keeper=self._safety.new_keeper,
+            new_keeper=self._safety.loss_calls.new_keeper,
             devices=self._devices,
             inputs=inputs,
         )
@@ -203,7 +203,7 @@ class Passes:
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
         """Return the number of items of each term in these parts, without changing any state."""
         random_state = capture(self._devices)
-        buffers = self._safety.new_keeper()
+        buffers = self._safety.loss_calls.new_keeper()
         buffers.capture()
         read = without_graph(
             lambda: [
@@ -221,7 +221,7 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        with self._safety.forbid_training_calls():
+        with self._safety.loss_calls.forbid_training_calls():
             if self._precision == "fp32":
                 return self._safety.call(loss_fn, function, fresh(part))
             with autocast(self._device_type, self._precision):

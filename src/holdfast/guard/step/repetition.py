@@ -170,7 +170,7 @@ class Repetition:
 
     def _capture_first_pass(self, work: Work, attempt: StepAttempt) -> _FirstPass:
         """Copy the result of the first pass and the state at its end."""
-        buffers = self._attempts.safety.new_keeper()
+        buffers = self._attempts.safety.loss_calls.new_keeper()
         buffers.capture()
         return _FirstPass(
             # A CUDA graph would overwrite the loss and the gradients in its next run.

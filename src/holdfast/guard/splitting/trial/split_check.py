@@ -22,15 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.guard.splitting.comparer import NUM_SEEDS, Comparer, cut
-from holdfast.guard.splitting.evaluation import LossEvaluator, trial_mode
-from holdfast.guard.splitting.searches import (
-    find_changed_buffer,
-    find_selection,
-    search_side_effects,
-)
-from holdfast.guard.splitting.split_result import SplitCheckResult, combine
-from holdfast.guard.splitting.subsets import (
+from holdfast.guard.splitting.trial.comparer import NUM_SEEDS, Comparer, cut
+from holdfast.guard.splitting.trial.evaluation import LossEvaluator, trial_mode
+from holdfast.guard.splitting.trial.selection import find_selection
+from holdfast.guard.splitting.trial.side_effects import find_changed_buffer, search_side_effects
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult, combine
+from holdfast.guard.splitting.trial.subsets import (
     TRIAL_SAMPLES,
     consecutive_subsets,
     first_samples,
