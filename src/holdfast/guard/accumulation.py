@@ -42,7 +42,7 @@ class Accumulation:
         self._gradients = guard.steps.engine.earlier_gradients
         self._gradients.discard()
         # Copies of the buffers, made before the first batch of the step.
-        self._buffers = self._attempts.safety.new_snapshot()
+        self._buffers = self._attempts.safety.loss_calls.new_keeper()
         # The random state before the first batch of the step. None between two steps.
         self._begun: RandomState | None = None
         # Why the step will be skipped once its last batch arrives. None if it will be committed.
@@ -88,7 +88,7 @@ class Accumulation:
         }
         return {
             "gradients": gradients,
-            "buffers": self._buffers.copies(),
+            "buffers": self._buffers.captured(),
             "random_state": self._begun.to_tree(),
             "spoiled": self._spoiled,
         }
@@ -109,7 +109,7 @@ class Accumulation:
                 if name in gradients
             }
         )
-        self._buffers.keep(state["buffers"])
+        self._buffers.capture(state["buffers"])
         self._begun = RandomState.from_tree(state["random_state"])
         self._spoiled = state["spoiled"]
 
@@ -170,7 +170,7 @@ class Accumulation:
         """Copy the state that must be restored if the step is skipped."""
         self._guard.ready()
         self._begun = capture(self._steps.parts.devices())
-        self._buffers.keep()
+        self._buffers.capture()
 
     def step(
         self,
@@ -199,7 +199,7 @@ class Accumulation:
 
     def _end_step(self, begun: RandomState, *, skipped: bool) -> None:
         if skipped:
-            self._buffers.put_back()
+            self._buffers.restore()
             restore(begun)
         else:
             self._buffers.learn()

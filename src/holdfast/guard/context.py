@@ -18,7 +18,7 @@ from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.created_state import CreatedState
 from holdfast.guard.state.earlier_gradients import EarlierGradients
 from holdfast.guard.state.loss_scale import LossScale
-from holdfast.guard.state.states import StateKeeper, kept_states
+from holdfast.guard.state.states import StateKeeper, changeable_states
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
 
@@ -75,7 +75,7 @@ class RunContext:
             ranks=ranks,
             state=RunState(),
             ladder=MemoryLadder.of(policy),
-            buffers=BufferKeeper(parts.models, StateKeeper(kept_states(parts))),
+            buffers=BufferKeeper(parts.models, StateKeeper(changeable_states(parts))),
             loss_scale=loss_scale,
             created_state=CreatedState(parts.optimizers),
             earlier_gradients=EarlierGradients(loss_scale),

@@ -35,7 +35,7 @@ from holdfast.guard.context import RunContext
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.evaluation import BatchEvaluator, EvaluationFunction
-from holdfast.guard.images import keep_image
+from holdfast.guard.images import write_image
 from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
@@ -671,7 +671,7 @@ class Guard:
                 extra ``report`` to get Pillow. A full disk does not raise an error.
         """
         with self._session.recording():
-            keep_image(self._directory.path, self._record, tag, image)
+            write_image(self._directory.path, self._record, tag, image)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

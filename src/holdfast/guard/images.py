@@ -39,7 +39,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HALF_A_LEVEL = 0.5 / 255
 
 
-def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
+def write_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
     """Write an image for the current step, delete the tag's oldest images, and record an event.
 
     If the image cannot be written, or 64 other tags already have images, an ``image_left_out``

@@ -57,12 +57,12 @@ def main() -> None:
         guard.step(batch, lambda x: model(x).square().mean())
         saving = guard._session.saving
         # Not before a thread has made the memory of the copies ready
-        begun = saving._tried_at_step or 0
+        begun = saving._schedule._tried_at_step or 0
         write(step=guard.global_step, begun=begun, digest=digest())
         time.sleep(request.get("seconds_per_step", 0.0))
         if request["end"] == "never" or guard.global_step < last:
             continue
-        if saving._job is None or begun == start:
+        if saving._thread._job is None or begun == start:
             continue
         write(saving=True)
         if request["end"] == "error":

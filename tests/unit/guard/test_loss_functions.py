@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.guard.splitting.loss_functions import description_of
+from holdfast.guard.splitting.loss_identity import description_of
 from holdfast.guard.splitting.split_safety import SECONDS_BEFORE_SEARCH
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.testing import FakeClock

@@ -11,7 +11,7 @@ import torch
 from tests.unit.guard.guarded import square_of
 
 import holdfast
-from holdfast.guard.saving import saves as saving_module
+from holdfast.guard.saving import save_writer
 from holdfast.testing import FakeClock
 
 pytestmark = pytest.mark.usefixtures("unchecked_splits")
@@ -29,7 +29,7 @@ def saved_steps(
     """Return at which steps a run was saved whose steps take 0.1 s, and whose writer computes
     for some seconds.
     """
-    with mock.patch.object(saving_module.time, "thread_time", count(0.0, computes).__next__):
+    with mock.patch.object(save_writer.time, "thread_time", count(0.0, computes).__next__):
         return _saved_steps(run_dir, steps, driven=driven, costs=costs, **fields)
 
 

@@ -24,7 +24,7 @@ from holdfast.checkpoint.saver import write as really_write
 from holdfast.checkpoint.store import Store
 from holdfast.core.events import run_events
 from holdfast.guard.record import RunRecord
-from holdfast.guard.saving import saves as saving
+from holdfast.guard.saving import save_writer, writer_thread
 from holdfast.testing import FakeClock
 
 pytestmark = pytest.mark.usefixtures("unchecked_splits")
@@ -49,7 +49,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     slow = Disk()
-    monkeypatch.setattr(saving, "write", slow.write)
+    monkeypatch.setattr(save_writer, "write", slow.write)
     yield slow
     slow.free.set()
 
@@ -148,7 +148,7 @@ def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         disk.free.set()
-        guard._session.saving._job.result()
+        guard._session.saving._thread._job.result()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     failed = the_event(guard, "save_failed")
@@ -215,11 +215,11 @@ def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
 def test_without_memory_for_the_copies_the_loop_waits_for_its_saves(tmp_path, monkeypatch, how):
     """Saving is synchronous then, as it was, and that is said once."""
     if how == "too little":
-        monkeypatch.setattr(saving, "_SPARE", 2.0**20)
-        monkeypatch.setattr(saving, "available_bytes", lambda: 1000)
+        monkeypatch.setattr(writer_thread, "_SPARE", 2.0**20)
+        monkeypatch.setattr(writer_thread, "available_bytes", lambda: 1000)
     else:
-        monkeypatch.setattr(saving, "_SPARE", 2.0**38)
-        monkeypatch.setattr(saving, "available_bytes", lambda: None)
+        monkeypatch.setattr(writer_thread, "_SPARE", 2.0**38)
+        monkeypatch.setattr(writer_thread, "available_bytes", lambda: None)
     guard, _parts = after(7, tmp_path, save_interval_steps=2)
     assert saved_steps(guard) == [0, 2, 4, 6]
     assert all(
@@ -238,7 +238,7 @@ def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
     disk.free_soon()
     guard._session.reserves.free()
     assert saved_steps(guard) == [0, 2]
-    assert guard._session.saving._buffers is None
+    assert guard._session.saving._thread._buffers is None
     for _ in range(3):
         step(guard, parts)
     assert saved_steps(guard) == [0, 2, 4, 6]
@@ -288,7 +288,7 @@ def test_workers_that_are_forked_while_a_save_is_written_do_their_work(tmp_path,
     come.
     """
     guard, _parts = after(2, tmp_path, save_interval_steps=1)
-    assert guard._session.saving._job is not None
+    assert guard._session.saving._thread._job is not None
     loader = torch.utils.data.DataLoader(list(range(20)), batch_size=2, num_workers=2, timeout=60)
     assert sorted(int(each) for batch in loader for each in batch) == list(range(20))
     disk.free.set()

@@ -38,7 +38,7 @@ def test_a_copy_shares_nothing_with_the_live_state_and_has_its_types() -> None:
 def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None:
     """A few times in a row; then no more are made."""
     kept = snapshots(10)
-    kept.keep(10, lambda: {"step": 10})
+    kept.take(10, lambda: {"step": 10})
     for step in (20, 30):
         kept.failed(step)
         assert not kept.is_due(step + 9)
@@ -53,9 +53,9 @@ def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
     for again.
     """
     state = {"weight": torch.zeros(2**23)}
-    assert snapshots(available=2**27 + 1).keep(10, lambda: state)
+    assert snapshots(available=2**27 + 1).take(10, lambda: state)
     tight = snapshots(available=2**27 - 1)
-    assert not tight.keep(10, lambda: state)
+    assert not tight.take(10, lambda: state)
     assert not tight.is_due(20)
 
 
@@ -71,7 +71,7 @@ def test_a_copy_waits_until_the_last_one_is_a_hundredth_of_the_time() -> None:
         clock.advance(0.5)
         return {"step": 10}
 
-    assert kept.keep(10, read)
+    assert kept.take(10, read)
     clock.advance(49.0)
     assert not kept.is_due(20)
     clock.advance(2.0)
@@ -82,8 +82,8 @@ def test_a_copy_waits_until_the_last_one_is_a_hundredth_of_the_time() -> None:
 def test_a_state_that_is_not_good_is_not_copied() -> None:
     """It is asked for again an interval later, and those that are there stay."""
     kept = snapshots(10)
-    kept.keep(10, lambda: {"step": 10})
-    assert kept.keep(20, lambda: None)
+    kept.take(10, lambda: {"step": 10})
+    assert kept.take(20, lambda: None)
     newest = kept.newest(100)
     assert newest is not None
     assert newest.global_step == 10

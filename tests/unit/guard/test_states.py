@@ -372,10 +372,10 @@ def test_an_object_that_does_not_take_its_state_back_is_named():
 
     objects = {"deaf": Deaf(), "loud": Loud(), "mute": Mute(), "fine": Plain()}
     keeper = StateKeeper(objects)
-    keeper.keep()
+    keeper.capture()
     for each in objects.values():
         each.advance(torch.ones(2))
-    assert keeper.put_back() == ["deaf", "loud", "mute"]
+    assert keeper.restore() == ["deaf", "loud", "mute"]
     assert objects["fine"].hidden is None
     assert objects["fine"].seen == []
 

@@ -169,7 +169,7 @@ class JointSteps(Steps):
                 self.parts.device_type(),
             ),
             random_state_after=work.random_state,
-            loss_scale=self.engine.loss_scale.copies(),
+            loss_scale=self.engine.loss_scale.capture(),
             mark=self.recovery.samples.mark(),
             global_step=self._record.global_step + 1,
             seconds=self._clock.monotonic_seconds() - call.started,

@@ -155,8 +155,8 @@ class Loop:
         if not self._state.in_loop:
             with self._record.errors():
                 self._save_as_asked()
-        self._session.saving.report_loss(left=self._state.in_loop)
-        self._session.saving.note_left_steps()
+        self._session.end_report.report_failed_saves(left=self._state.in_loop)
+        self._session.end_report.report_left_steps()
 
     def batches(
         self,
@@ -468,7 +468,7 @@ class Loop:
             # The run is about to return to an earlier state, which does not include this step.
             self._steps.settle()
         else:
-            self._session.keep_snapshot()
+            self._session.take_snapshot()
             if not self._saves.take_due():
                 return
             if self._session.is_calm:

@@ -115,8 +115,7 @@ class Restoration:
         self._go_to_position_of(training)
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
-        self._saving.chooser.costs.extend(costs)
-        self._saving.resumed(entry)
+        self._saving.note_resumed(entry, costs)
         self._saved_state.settings.restore(training["settings"])
         self._record.emit(
             run_events.Resumed(
@@ -218,47 +217,57 @@ class Restoration:
             The guard's own part of the restored state, or None if there is no such state.
         """
         self._saving.finish()
-        snapshot = None
-        entry = None
         if before_step is not None:
             before_step = max(before_step, self._known_good)
-        if not rewind_data:
-            snapshot = self._snapshots.newest(
-                self._record.global_step if before_step is None else before_step
-            )
-        if snapshot is None and self._policy.save_interval_steps is not None:
-            entry = self._newest_good(before_step)
-        if snapshot is None and entry is None:
+        earlier = self._earlier_state(before_step, from_memory=not rewind_data)
+        if earlier is None:
             return None
         try:
             # If loading fails partway, the state in memory is inconsistent and must not be saved.
             with self._state.rolling_back():
-                training = self._load_earlier(snapshot, entry)
+                training = self._load_earlier(earlier)
                 if rewind_data:
                     self._go_to_position_of(training)
         except BaseException as error:
             self._record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
-        if snapshot is not None and not trusted:
+        if isinstance(earlier, HostSnapshot) and not trusted:
             # If the run fails again after this rollback, the next rollback uses an older snapshot.
-            self._snapshots.distrust(snapshot)
-        self._saving.returned(to_checkpoint=snapshot is None)
+            self._snapshots.distrust(earlier)
+        self._saving.note_rollback(to_checkpoint=isinstance(earlier, Entry))
         self._snapshots.returned_to(self._record.global_step)
         if trusted:
             # The restored state predates the cause, so no later rollback needs an older state.
             self._known_good = self._record.global_step
         return training
 
-    def _load_earlier(self, snapshot: HostSnapshot | None, entry: Entry | None) -> dict[str, Any]:
-        """Load a snapshot, or a checkpoint if `snapshot` is None.
+    def _earlier_state(
+        self, before_step: int | None, *, from_memory: bool
+    ) -> HostSnapshot | Entry | None:
+        """Return the newest good state: a snapshot, or else a checkpoint, or None.
+
+        Args:
+            before_step: Use only states from this step or earlier. If None, use the newest state.
+            from_memory: Whether a snapshot in host memory may be used.
+        """
+        if from_memory:
+            newest_step = self._record.global_step if before_step is None else before_step
+            snapshot = self._snapshots.newest(newest_step)
+            if snapshot is not None:
+                return snapshot
+        if self._policy.save_interval_steps is None:
+            return None
+        return self._newest_good(before_step)
+
+    def _load_earlier(self, earlier: HostSnapshot | Entry) -> dict[str, Any]:
+        """Load a snapshot or a checkpoint.
 
         Returns:
             The guard's own part of the loaded state.
         """
-        if snapshot is not None:
-            return self._put_back(copied_to_host(snapshot.trees))
-        assert entry is not None
-        return self._restore(entry, in_place=True)
+        if isinstance(earlier, HostSnapshot):
+            return self._load(copied_to_host(earlier.trees))
+        return self._restore(earlier, in_place=True)
 
     # --- finding and loading a state
 
@@ -305,9 +314,9 @@ class Restoration:
         with reading(entry.path):
             check_fits(trees, live, self._parts, f"checkpoint {entry.path.name}")
             check_own(self._saved_state.of_this_rank(trees["training"]))
-        return self._put_back(trees)
+        return self._load(trees)
 
-    def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, trees: dict[str, Any]) -> dict[str, Any]:
         """Load a saved state into the objects of the run.
 
         Args:

@@ -117,7 +117,7 @@ class SavedState:
             capture(self._parts.devices()) if self._cursor is None else self._cursor.random_state()
         )
 
-    def keep_random_state(self, random_state: RandomState) -> None:
+    def reuse_random_state(self, random_state: RandomState) -> None:
         """Make saves at the current position contain this random state.
 
         Otherwise, they would contain the process's random state.

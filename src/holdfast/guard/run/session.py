@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.interval import IntervalChooser
 from holdfast.checkpoint.loading import read_components
+from holdfast.checkpoint.saver import Writers
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
@@ -33,10 +34,16 @@ from holdfast.guard.saving.components import (
     check_saveable,
     has_weights_of,
 )
+from holdfast.guard.saving.directory_check import DirectoryCheck
+from holdfast.guard.saving.end_report import EndReport
 from holdfast.guard.saving.reserves import Reserves
-from holdfast.guard.saving.saves import Saving, chooser_of
+from holdfast.guard.saving.save_results import SaveResults
+from holdfast.guard.saving.save_schedule import SaveSchedule, chooser_of
+from holdfast.guard.saving.save_writer import SaveWriter
+from holdfast.guard.saving.saves import Saving, StateToSave
 from holdfast.guard.saving.snapshots import Snapshots
 from holdfast.guard.saving.unsaved import forget_left_steps
+from holdfast.guard.saving.writer_thread import WriterThread
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.loader.random_state import RandomState
 from holdfast.loader.signalled import let_through
@@ -78,7 +85,11 @@ class Session:
         self._store = Store(directory.checkpoints)
         chooser = chooser_of(context.policy)
         self.saved_state = SavedState(context, directory, chooser)
+        self._save_results = SaveResults(directory)
         self.saving = self._new_saving(context, chooser)
+        self.end_report = EndReport(
+            directory.path, context.record, self.saving, self._save_results, context.ranks.rank
+        )
         self.snapshots = Snapshots(context.policy.snapshot_interval_steps, clock, available_bytes)
         # Memory that the engine may free after an out-of-memory error.
         self.reserves = Reserves(self.snapshots, self.saving)
@@ -93,21 +104,39 @@ class Session:
         self._new_state = set(context.parts.optimizers)
 
     def _new_saving(self, context: RunContext, chooser: IntervalChooser) -> Saving:
+        """Create the object that saves the run's checkpoints, with its collaborators."""
+        policy = context.policy
+        record = context.record
         saved_state = self.saved_state
+        writers = context.ranks.writers
+        # This process saves nothing if another rank writes for it.
+        interval = None if writers is None else policy.save_interval_steps
         devices = context.parts.devices()
-        return Saving(
-            directory=self._directory,
-            store=self._store,
-            record=context.record,
-            policy=context.policy,
-            chooser=chooser,
-            clock=self.clock,
-            run_state=context.state,
-            state=lambda: context.ranks.part_to_save(saved_state.components()),
+        cuda = next((device for device in devices if device.type == "cuda"), None)
+        state = StateToSave(
+            components=lambda: context.ranks.part_to_save(saved_state.components()),
             must_be_finite=saved_state.must_be_finite,
             position=saved_state.position,
-            cuda=next((device for device in devices if device.type == "cuda"), None),
-            writers=context.ranks.writers,
+            run_state=context.state,
+        )
+        thread = WriterThread(
+            self._directory.path,
+            record,
+            cuda,
+            is_enabled=policy.async_save and interval is not None,
+        )
+        return Saving(
+            state=state,
+            schedule=SaveSchedule(
+                interval, chooser, record, self.clock, trains_on_cpu=cuda is None
+            ),
+            writer=SaveWriter(
+                self._store, record, self.clock, writers or Writers(), policy.keep_latest_k
+            ),
+            thread=thread,
+            results=self._save_results,
+            directory_check=DirectoryCheck(self._directory, record, self.clock),
+            clock=self.clock,
         )
 
     @property
@@ -213,15 +242,15 @@ class Session:
             if self.is_open:
                 note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
-                # If the checkpoints cannot be read, `report_loss` reports the unsaved steps.
+                # If the checkpoints cannot be read, `end_report` reports the unsaved steps.
                 with contextlib.suppress(CheckpointError):
                     self._newest_id = (
                         self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
                     )
-                self.saving.report_loss(left=how == "left")
+                self.end_report.report_failed_saves(left=how == "left")
                 forget_left_steps(self._directory.path)
                 if how == "left":
-                    self.saving.note_left_steps()
+                    self.end_report.report_left_steps()
                 self._report_late_steps()
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
@@ -284,7 +313,7 @@ class Session:
     def statistics(self) -> Statistics:
         """Return the run's current totals. With fp16, this synchronizes with the device once."""
         counters = self.counters
-        saving = self.saving.collected()
+        self.saving.collect()
         plan = self.ladder.plan
         return Statistics(
             global_step=self.record.global_step,
@@ -296,8 +325,8 @@ class Session:
             resumes=counters.resumes,
             late_steps=counters.late_steps,
             repeated_late_steps=counters.repeated_late_steps,
-            checkpoints_saved=saving.saved,
-            checkpoints_failed=saving.failed,
+            checkpoints_saved=self._save_results.saved,
+            checkpoints_failed=self._save_results.failed,
             micro_batch_size=plan.micro_batch_size,
             recompute=bool(plan.recompute),
             loss_scale=self._loss_scale.value(),
@@ -356,7 +385,7 @@ class Session:
             self.save()
 
         def newest_if_current() -> Entry | None:
-            entry = self.saving.saved_as
+            entry = self._save_results.newest
             if entry is None or self.saving.has_unsaved:
                 return None
             try:
@@ -413,7 +442,7 @@ class Session:
                 if not has_weights_of(self.parts, entry):
                     self.record.emit(run_events.ChangesNotSaved(why=_CHANGED))
                     return
-                self._keep_random_state_of(entry)
+                self._reuse_random_state_of(entry)
             if not self.is_open:
                 open_again()
         except Exception as error:
@@ -429,7 +458,7 @@ class Session:
 
         Return None if nothing has changed, or if the checkpoint must not be replaced.
         """
-        entry = self.saving.saved_as
+        entry = self._save_results.newest
         if (
             entry is None
             or not self.saving.may_save_more
@@ -443,7 +472,7 @@ class Session:
             return None
         return entry if changes_without_a_step(self.parts, entry) else None
 
-    def _keep_random_state_of(self, entry: Entry) -> None:
+    def _reuse_random_state_of(self, entry: Entry) -> None:
         """Make the next save at this position reuse the random state in an existing checkpoint.
 
         Random numbers that the script draws before a loop, or after leaving a loop in the middle of
@@ -457,15 +486,15 @@ class Session:
         if self.cursor.batches or self.restoration.random_state is not None:
             training = read_components(entry, ["training"])["training"]
             random_state = RandomState.from_tree(training["random_state"])
-            self.saved_state.keep_random_state(random_state)
+            self.saved_state.reuse_random_state(random_state)
 
-    def keep_snapshot(self) -> None:
+    def take_snapshot(self) -> None:
         """Take a snapshot in host memory, if one is due and the state is complete and finite."""
         step = self.record.global_step
         if not (self.snapshots.is_due(step) and self.state.may_be_saved and self.is_calm):
             return
         try:
-            if not self.snapshots.keep(step, self.saved_state.components_if_finite):
+            if not self.snapshots.take(step, self.saved_state.components_if_finite):
                 self.record.emit(run_events.SnapshotsDoNotFit())
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)

@@ -418,7 +418,7 @@ class Steps:
             [self.parts.optimizers[name] for name in call.names],
             self.parts.device_type(),
         )
-        loss_scale = self.engine.loss_scale.copies()
+        loss_scale = self.engine.loss_scale.capture()
         # If there is no memory for the copies, the step can still be undone.
         try:
             attempt.copy_outputs()
@@ -582,7 +582,7 @@ class Steps:
             # The next batch has been fetched since then, so the cursor holds a random state of its
             # own.
             cursor.rewind_random_state(before, rewound)
-        self.engine.loss_scale.put_back(undecided.loss_scale)
+        self.engine.loss_scale.restore(undecided.loss_scale)
 
     def _refused(self, undecided: UndecidedStep, reason: str) -> StepResult:
         """Return the result of a refused step whose repetition has ended with an error."""

@@ -1,4 +1,4 @@
-"""Save the checkpoints of an open run, and decide when and in which thread to do so.
+"""Save the checkpoints of an open run, in the training thread or in the background.
 
 When the interval set by the policy has passed, a save is due (`Saving.is_due`). At the next
 boundary, the state is copied into host buffers. While training continues, a thread checks the
@@ -12,176 +12,104 @@ runs at a time. Code that reads checkpoints first waits until no save is running
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum
 from typing import Any
 
 import torch
 
-from holdfast.checkpoint.background import BackgroundJob, nonfinite_copies
-from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
+from holdfast.checkpoint.background import nonfinite_copies
+from holdfast.checkpoint.buffers import needed_bytes
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.interval import IntervalChooser
-from holdfast.checkpoint.saver import Snapshot, Writers, encode, snapshot, write
-from holdfast.checkpoint.store import Entry, Store
+from holdfast.checkpoint.interval import SaveCost
+from holdfast.checkpoint.saver import Snapshot, encode, snapshot
+from holdfast.checkpoint.store import Entry
 from holdfast.core.clock import Clock
-from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
-from holdfast.core.events import run_events
-from holdfast.core.policy.policy import Policy
-from holdfast.core.text import counted, size
-from holdfast.guard.directory import RunDirectory
+from holdfast.core.errors import NonFiniteError, RunDirectoryError
+from holdfast.core.text import counted
 from holdfast.guard.phase import RunState
-from holdfast.guard.record import RunRecord, describe_error
-from holdfast.guard.saving.unsaved import note_left_steps, note_saved, note_unsaved
+from holdfast.guard.saving.directory_check import DirectoryCheck
+from holdfast.guard.saving.save_results import SaveResults
+from holdfast.guard.saving.save_schedule import SaveSchedule
+from holdfast.guard.saving.save_writer import NamedTensors, Save, SaveWriter
+from holdfast.guard.saving.writer_thread import WriterThread
 from holdfast.loader.signalled import let_through
-from holdfast.memory.host_memory import available_bytes
-
-# The largest share of the available memory that the buffers may take. The rest is left for
-# activations, loaders and the script.
-_MOST_MEMORY = 0.25
-# Buffers up to this size are allocated and touched in the training thread, which takes about 10 ms
-# (1.8 s per GiB, measured in a virtual machine). A thread prepares larger ones.
-_SMALL_BYTES = 4 * 2**20
-# The buffers are prepared this many seconds before the first save is due.
-_AHEAD_SECONDS = 3.0
-# The shortest time between two checks whether the run still holds its lock, in seconds. The lock is
-# checked at step boundaries, which takes a few microseconds, or perhaps a millisecond on a network
-# disk. Each save checks the lock too.
-_HOLD_SECONDS = 5.0
-# The buffers are allocated larger than the state by this factor, because strings and positions grow
-# slightly from one save to the next.
-_SPARE = 1.02
-
-Named = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Save:
-    """A save and its result."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateToSave:
+    """The state of a run, as its checkpoints hold it."""
 
-    # The state to write.
-    shot: Snapshot
-    # The tensors to check for NaN and Inf before writing.
-    must_be_finite: Named
-    # The names of some tensors in which NaN or Inf was found, and the number of such tensors.
-    bad: tuple[list[str], int] = ([], 0)
-    # The position of the run; see `Session._position`.
-    position: tuple[int, int]
-    # The time when the save started.
-    started: float
-    # How long the loop waited for the save. None while it is still waiting.
-    stall_seconds: float | None = None
-    # The duration of the save, once it has ended.
-    seconds: float = 0.0
-    # The CPU time of the thread that wrote the checkpoint.
-    cpu_seconds: float = 0.0
-    # The checkpoint, if it was saved.
-    entry: Entry | None = None
-    # Why the save was refused, if it was refused.
-    refused: str | None = None
-    # The error, if the save failed.
-    error: Exception | None = None
+    # Function that returns the state to save, by component.
+    components: Callable[[], Mapping[str, Any]]
+    # Function that returns the tensors in which NaN or Inf prevents a save.
+    must_be_finite: Callable[[], NamedTensors]
+    # Function that returns two numbers that change with every step or batch.
+    position: Callable[[], tuple[int, int]]
+    # The phase of the run, which determines whether the state may be saved.
+    run_state: RunState
+
+
+class _Start(Enum):
+    """What came of the attempt to start a save in the writer thread."""
+
+    # The save has started, or was refused because of NaN or Inf.
+    STARTED = "started"
+    # The thread is writing the previous checkpoint, or is still preparing the buffers.
+    NOT_READY = "not ready"
+    # There is no memory for the buffers, or no thread could be started.
+    IMPOSSIBLE = "impossible"
 
 
 class Saving:
     """Saves the checkpoints of one run.
 
     Args:
-        directory: The run directory.
-        store: The checkpoints in the run directory.
-        record: The record that receives events.
-        policy: The run's policy.
-        chooser: The object that chooses when to save.
+        state: The state to save.
+        schedule: Decides when a save is due.
+        writer: Carries out one save.
+        thread: The thread that writes checkpoints while training continues.
+        results: Receives the result of each save.
+        directory_check: Checks that the run still holds the lock of its directory.
         clock: The source of time.
-        run_state: The phase of the run, which determines whether the state may be saved.
-        state: Function that returns the state to save, by component.
-        must_be_finite: Function that returns the tensors in which NaN or Inf prevents a save.
-        position: Function that returns two numbers that change with every step or batch.
-        cuda: The run's CUDA device, or None.
-        writers: The ranks that write. None if another rank writes for this one.
     """
 
     def __init__(
         self,
         *,
-        directory: RunDirectory,
-        store: Store,
-        record: RunRecord,
-        policy: Policy,
-        chooser: IntervalChooser,
+        state: StateToSave,
+        schedule: SaveSchedule,
+        writer: SaveWriter,
+        thread: WriterThread,
+        results: SaveResults,
+        directory_check: DirectoryCheck,
         clock: Clock,
-        run_state: RunState,
-        state: Callable[[], Mapping[str, Any]],
-        must_be_finite: Callable[[], Named],
-        position: Callable[[], tuple[int, int]],
-        cuda: torch.device | None,
-        writers: Writers | None,
     ) -> None:
-        self._directory = directory
-        self.chooser = chooser
-        self._store = store
-        self._record = record
-        # The interval in steps, or "auto". None if this process saves nothing.
-        self._interval = policy.save_interval_steps if writers is not None else None
-        self._writers = writers or Writers()
-        self._keep_latest_k = policy.keep_latest_k
-        self._clock = clock
-        self._run_state = run_state
         self._state = state
-        self._must_be_finite = must_be_finite
-        self._position = position
-        self._cuda = cuda
-        # The position of the newest checkpoint.
-        self._saved_at: tuple[int, int] | None = None
-        # The newest checkpoint of this run.
-        self.saved_as: Entry | None = None
-        # The step at which the newest save was attempted.
-        self._tried_at_step: int | None = None
-        # When the directory's lock was last checked.
-        self._held_at = clock.monotonic_seconds()
-        self._job: BackgroundJob[_Save | None] | None = None
-        self._buffers: HostBuffers | None = None
-        self._in_background = policy.async_save and self._interval is not None
-        # Whether the buffers were prepared before the first save was due.
-        self._buffers_prepared = False
-        self._refused: str | None = None
-        # The numbers of saves in this process that succeeded and that failed.
-        self.saved = 0
-        self.failed = 0
-        # Why the newest save failed. None if it succeeded.
-        self._newest_failure: str | None = None
+        self._schedule = schedule
+        self._writer = writer
+        self._thread = thread
+        self._results = results
+        self._directory_check = directory_check
+        self._clock = clock
 
     # --- facts
 
     def is_due(self, after_steps: int = 0, saved_after: int | None = None) -> bool:
-        """Return whether a save is due.
-
-        The first save is due immediately. Later saves are due after `save_interval_steps`, or when
-        enough time has passed since the last attempt, according to `IntervalChooser`.
+        """Return whether a save is due; see `SaveSchedule`.
 
         Args:
             after_steps: If not 0, return whether a save will be due after this many more steps.
             saved_after: If not None, assume that a save will be made after this many more steps.
         """
-        interval = self._interval
-        if interval is None:
-            return False
-        step = self._record.global_step + after_steps
-        last_step = self._tried_at_step
-        if saved_after is not None:
-            last_step = self._record.global_step + saved_after
-        if last_step is None:
-            return True
-        now = self._clock.monotonic_seconds()
-        is_overdue = saved_after is None and self.chooser.is_overdue(now, auto=interval == "auto")
-        if step > last_step and is_overdue:
-            return True
-        # A multiple of the interval has been reached since the last attempt.
-        return isinstance(interval, int) and step // interval > last_step // interval
+        return self._schedule.is_due(after_steps, saved_after)
+
+    @property
+    def global_step(self) -> int:
+        """Return the number of optimizer steps that have updated the weights."""
+        return self._schedule.global_step
 
     def take_due(self) -> bool:
         """Return whether a save is due now; see `Saves`."""
@@ -190,73 +118,37 @@ class Saving:
     @property
     def has_unsaved(self) -> bool:
         """Return whether there are unsaved steps that may be saved now."""
-        return self.may_save_more and self._saved_at != self._position()
+        return self.may_save_more and not self._results.is_saved(self._state.position())
 
     @property
     def may_save_more(self) -> bool:
         """Return whether this run saves, has attempted its first save, and may save again now."""
         return (
-            self._interval is not None
-            and self._tried_at_step is not None
-            and self._run_state.may_be_saved
+            self._schedule.is_enabled
+            and self._schedule.has_tried
+            and self._state.run_state.may_be_saved
         )
 
     @property
-    def global_step(self) -> int:
-        """Return the number of optimizer steps that have updated the weights."""
-        return self._record.global_step
+    def is_busy(self) -> bool:
+        """Return whether a save is running."""
+        self.collect()
+        return self._thread.has_job
 
     @property
     def has_refusal(self) -> bool:
         """Return whether a save was refused since the last call to `take_refusal`."""
-        return self._refused is not None
+        return self._results.has_refusal
 
     def take_refusal(self) -> str | None:
         """Return why a save has been refused since the last call, or None."""
-        refused = self._refused
-        self._refused = None
-        return refused
+        return self._results.take_refusal()
 
-    def report_loss(self, *, left: bool) -> None:
-        """When a run ends, report that its newest state is unsaved because saves have failed.
-
-        The process then exits with a special code (see ``unsaved``), unless a later save succeeds.
-
-        Args:
-            left: Whether the loop was left early. In that case, `note_left_steps` reports the steps
-                since the newest checkpoint, unless the last save failed.
-        """
-        error = self._newest_failure
-        newest = None if self.saved_as is None else self.saved_as.global_step
-        steps_are_lost = self.has_unsaved and (error is not None or not left)
-        if not self.failed or (newest is not None and not steps_are_lost):
-            return
-        self._record.emit(
-            run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed, error=error)
-        )
-        note_unsaved(self._directory.path, error or "saves have failed")
-
-    def note_left_steps(self) -> None:
-        """Record the steps since the newest checkpoint, and report them when the process exits.
-
-        This does nothing if the last save failed, since `report_loss` reports that case.
-        """
-        if self.saved_as is None or self._newest_failure is not None or not self.has_unsaved:
-            return
-        if self._writers.rank:
-            # Rank 0 reports this for all ranks.
-            return
-        from_step = self.saved_as.global_step + 1
-        to_step = self._record.global_step
-        if from_step <= to_step:
-            self._record.emit(run_events.StepsNotSaved(from_step=from_step, to_step=to_step))
-            note_left_steps(self._directory.path, from_step, to_step)
-
-    # --- save
+    # --- save in the training thread
 
     def save_first(self) -> None:
         """Save a checkpoint before the first step, so that the run can roll back to it."""
-        if self._tried_at_step is None:
+        if not self._schedule.has_tried:
             self.save()
 
     def save(self) -> None:
@@ -275,47 +167,101 @@ class Saving:
         self.finish()
         if self._is_pointless():
             return
-        first = self._tried_at_step is None
-        if first:
-            bad, count = nonfinite_tensors(self._must_be_finite())
-            if count:
-                raise _unhealthy_start(bad, count)
-        try:
-            self._hold_directory()
-        except OSError as error:
-            if first and (lasting := _lasting_error(error)) is not None:
-                raise lasting from error
-            self._record_early_failure(error, started)
-            return
-        self._note_attempt()
-        try:
-            shot = snapshot(self._state(), self._record.global_step)
-        except Exception as error:
-            let_through(error)
-            if first:
-                self._tried_at_step = None
-                # A state that can never be saved must be reported before training starts.
-                raise
-            self._record_early_failure(error, started)
-            return
-        named = () if first else self._must_be_finite()
-        save = _Save(shot=shot, must_be_finite=named, position=self._position(), started=started)
-        self._carry_out(save, nonfinite_tensors)
-        if first and (lasting := _lasting_error(save.error)) is not None:
-            self._tried_at_step = None
-            raise lasting from save.error
-        self._process_result(save, first=first)
+        if self._schedule.has_tried:
+            self._save_current(started)
+        else:
+            self._save_initial(started)
 
     def save_again(self) -> None:
         """Save state that the script has changed, even if this step already has a checkpoint."""
         self.finish()
-        self._saved_at = None
+        self._results.note_changes()
         self.save()
 
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a save is running."""
-        return self.collected()._job is not None
+    def _is_pointless(self) -> bool:
+        """Return whether there is nothing to save, or the state must not be saved."""
+        return (
+            not self._schedule.is_enabled
+            or not self._state.run_state.may_be_saved
+            or self._results.is_saved(self._state.position())
+        )
+
+    def _save_initial(self, started: float) -> None:
+        """Save the state before the first step, and raise any error that later saves would repeat.
+
+        Args:
+            started: The time when the save started.
+        """
+        bad, count = nonfinite_tensors(self._state.must_be_finite())
+        if count:
+            raise _unhealthy_start(bad, count)
+        try:
+            self._directory_check.check()
+        except OSError as error:
+            if _is_lasting(error):
+                raise _first_save_error(error) from error
+            self._record_early_failure(error, started)
+            return
+        self._schedule.note_attempt()
+        try:
+            shot = snapshot(self._state.components(), self.global_step)
+        except Exception as error:
+            let_through(error)
+            # A state that can never be saved must be reported before training starts.
+            self._schedule.forget_attempt()
+            raise
+        save = Save(
+            shot=shot,
+            must_be_finite=(),
+            position=self._state.position(),
+            started=started,
+            is_first=True,
+        )
+        self._writer.carry_out(save, nonfinite_tensors)
+        if save.error is not None and _is_lasting(save.error):
+            self._schedule.forget_attempt()
+            raise _first_save_error(save.error) from save.error
+        self._process_result(save)
+
+    def _save_current(self, started: float) -> None:
+        """Save the state after a step, and record any error.
+
+        Args:
+            started: The time when the save started.
+        """
+        try:
+            self._directory_check.check()
+        except OSError as error:
+            self._record_early_failure(error, started)
+            return
+        self._schedule.note_attempt()
+        try:
+            shot = snapshot(self._state.components(), self.global_step)
+        except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
+            let_through(error)
+            self._record_early_failure(error, started)
+            return
+        save = Save(
+            shot=shot,
+            must_be_finite=self._state.must_be_finite(),
+            position=self._state.position(),
+            started=started,
+        )
+        self._writer.carry_out(save, nonfinite_tensors)
+        self._process_result(save)
+
+    def _record_early_failure(self, error: Exception, started: float) -> None:
+        """Record that a save has failed before any file was written.
+
+        Args:
+            error: The error.
+            started: The time when the save started.
+        """
+        self._schedule.note_attempt()
+        self._results.add_failure(error)
+        self._writer.fail_early(error, started)
+
+    # --- save in the background
 
     def save_when_due(self, *, busy: bool = False) -> None:
         """Start saving the current state in the background.
@@ -325,212 +271,75 @@ class Saving:
         Args:
             busy: Whether another rank is still writing its part of the previous checkpoint.
         """
-        if not busy and (self._tried_at_step is None or not self._in_background):
-            self.save()
-        else:
-            self.collected()
-            if not busy and self._is_pointless():
-                return
-            self._save_in_background(busy=busy)
-
-    def _save_in_background(self, *, busy: bool) -> None:
-        """Start a save in a thread. If this is not possible, save in the current thread.
-
-        Args:
-            busy: Whether another rank is still writing its part of the previous checkpoint.
-        """
         if busy:
+            self.collect()
             return
+        if not self._schedule.has_tried or not self._thread.is_enabled:
+            self.save()
+            return
+        self.collect()
+        if not self._is_pointless():
+            self._save_in_background()
+
+    def _save_in_background(self) -> None:
+        """Start a save in a thread. If this is not possible, save in the current thread."""
         started = self._clock.monotonic_seconds()
         try:
-            is_started: bool | None = False
-            if self._job is None:
-                is_started = self._start_in_background(started)
-            if is_started is False and self._writers.are_several:
+            start = _Start.NOT_READY
+            if not self._thread.has_job:
+                start = self._start_in_background(started)
+            if start is _Start.NOT_READY and self._writer.are_several:
                 # The other ranks have started to write their parts, so this rank must wait for its
                 # writer instead of trying again at the next boundary.
                 self.finish()
-                is_started = self._start_in_background(started)
+                start = self._start_in_background(started)
         except RunDirectoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
             let_through(error)
             self._record_early_failure(error, started)
             return
-        if is_started is None:
-            # Saving in the background is not possible.
+        if start is _Start.IMPOSSIBLE:
             self.save()
 
-    def _is_pointless(self) -> bool:
-        """Return whether there is nothing to save, or the state must not be saved."""
-        return (
-            self._interval is None
-            or not self._run_state.may_be_saved
-            or self._saved_at == self._position()
-        )
-
-    def _hold_directory(self) -> None:
-        """Check that no other run writes into this run's directory.
-
-        Raises:
-            RunDirectoryError: H301 if another run has taken the directory.
-            OSError: If the disk does not respond.
-        """
-        if self._directory.hold():
-            what = (
-                f"{self._directory.path} was removed or moved during the run, and has been created"
-                " again"
-            )
-            self._record.emit(run_events.RecordingMovedAside(what=what))
-
-    def _note_attempt(self) -> None:
-        """Record the time of a save attempt, at which the next interval starts."""
-        self._tried_at_step = self._record.global_step
-        self.chooser.tried(self._clock.monotonic_seconds())
-
-    def _record_early_failure(self, error: Exception, started: float) -> None:
-        """Record that a save has failed before any file was written.
-
-        Args:
-            error: The error.
-            started: The time when the save started.
-        """
-        self._note_attempt()
-        self.failed += 1
-        self._newest_failure = describe_error(error)
-        # The other ranks are waiting for the result of this rank's part.
-        with contextlib.suppress(Exception):
-            self._writers.all(partial(_raised, error))
-        self._record_failure(
-            self._record.global_step, error, self._clock.monotonic_seconds() - started
-        )
-
-    def _start_in_background(self, started: float) -> bool | None:
+    def _start_in_background(self, started: float) -> _Start:
         """Copy the state, and start a thread that writes it.
 
-        Returns:
-            True if the save has started or was refused, False if the buffers are not ready yet,
-            None if saving in the background is not possible.
+        Args:
+            started: The time when the save started.
         """
-        encoded = encode(self._state())
-        buffers = self._buffers_for(needed_bytes(encoded.tensors))
+        encoded = encode(self._state.components())
+        buffers = self._thread.buffers_for(needed_bytes(encoded.tensors))
         if buffers is None:
-            return False if self._job is not None else None
-        self._hold_directory()
-        self._note_attempt()
-        shot = snapshot(encoded, self._record.global_step, buffers)
-        copies: list[tuple[str, torch.Tensor]] = []
-        not_copied: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in self._must_be_finite():
-            copy = shot.copy_of(tensor)
-            if copy is None:
-                not_copied.append((name, tensor))
-            else:
-                copies.append((name, copy))
+            return _Start.NOT_READY if self._thread.has_job else _Start.IMPOSSIBLE
+        self._directory_check.check()
+        self._schedule.note_attempt()
+        shot = snapshot(encoded, self.global_step, buffers)
+        copies, not_copied = _copies_in(shot, self._state.must_be_finite())
         # Some tensors have no copy, because the checkpoint stores them in another form or not at
         # all. They are checked now, before training changes them.
         bad = nonfinite_tensors(not_copied)
         stall = self._clock.monotonic_seconds() - started
-        save = _Save(
+        save = Save(
             shot=shot,
             must_be_finite=copies,
             bad=bad,
-            position=self._position(),
+            position=self._state.position(),
             started=started,
             stall_seconds=stall,
         )
-        if bad[1] and not self._writers.are_several:
-            self._refuse(save, *bad)
+        if bad[1] and not self._writer.are_several:
+            self._writer.refuse(save, bad)
             self._process_result(save)
-        else:
-            try:
-                self._job = BackgroundJob(
-                    lambda: self._carry_out(save, nonfinite_copies), self._directory.path
-                )
-            except (MemoryError, RuntimeError) as error:
-                if self._writers.are_several:
-                    raise
-                self._stop_background(f"no thread could be started ({error})")
-                return None
-        return True
-
-    # --- one save, in either thread
-
-    def _carry_out(
-        self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]
-    ) -> _Save:
-        """Check the state for NaN and Inf, write it, and remove old checkpoints.
-
-        Args:
-            save: The save. Errors are stored in it rather than raised.
-            find_nonfinite: Function that returns the number of tensors with NaN or Inf, and some of
-                their names.
-        """
-        step = save.shot.global_step
-        cpu_started = time.thread_time()
+            return _Start.STARTED
         try:
-            shares = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
-            bad = [name for share in shares for names, _ in share for name in names]
-            count = sum(count for share in shares for _, count in share)
-            if count:
-                return self._refuse(save, bad, count)
-            now = self._clock.unix_seconds()
-            entry = write(self._store, save.shot, unix_seconds=now, writers=self._writers)
-        except Exception as error:  # noqa: BLE001 - recorded, and handled by the caller
-            save.error = error
-            self._end(save)
-            self._record_failure(step, error, save.seconds)
-            return save
-        removed = self._remove_old_checkpoints(entry)
-        save.entry = entry
-        save.cpu_seconds = time.thread_time() - cpu_started
-        stall = self._end(save)
-        self._record.emit(
-            run_events.CheckpointSaved(
-                checkpoint=entry.path.name,
-                size_bytes=save.shot.size_bytes(),
-                seconds=round(save.seconds, 4),
-                stall_seconds=round(stall, 4),
-                removed=tuple(removed),
-            ),
-            global_step=step,
-        )
-        return save
-
-    def _remove_old_checkpoints(self, newest: Entry) -> list[str]:
-        """Remove old checkpoints on the first rank, and return their names."""
-        if self._writers.rank:
-            return []
-        try:
-            removed = self._store.prune(self._keep_latest_k, known_good=newest)
-        except (OSError, HoldfastError) as error:
-            # The new checkpoint is good, even if old ones could not be removed.
-            event = run_events.PruneFailed(error=str(error))
-            self._record.emit(event, global_step=newest.global_step)
-            return []
-        return [path.name for path in removed]
-
-    def _refuse(self, save: _Save, bad: list[str], count: int) -> _Save:
-        """Record that a state with NaN or Inf was not saved."""
-        why = f"NaN or Inf in {counted(count, 'tensor')}: {', '.join(bad)}"
-        save.refused = why
-        refused = run_events.SaveRefused(why=why, nonfinite=tuple(bad), count=count)
-        self._record.emit(refused, global_step=save.shot.global_step)
-        self._end(save)
-        return save
-
-    def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
-        failed = run_events.SaveFailed(error=describe_error(error), seconds=round(seconds, 4))
-        self._record.emit(failed, global_step=global_step)
-
-    def _end(self, save: _Save) -> float:
-        """Record the duration of a save, and return how long the loop waited for it, in seconds."""
-        save.seconds = self._clock.monotonic_seconds() - save.started
-        if save.stall_seconds is None:
-            save.stall_seconds = save.seconds
-        return save.stall_seconds
-
-    # --- the writer thread
+            self._thread.start(lambda: self._writer.carry_out(save, nonfinite_copies))
+        except (MemoryError, RuntimeError) as error:
+            if self._writer.are_several:
+                raise
+            self._thread.disable(f"no thread could be started ({error})")
+            return _Start.IMPOSSIBLE
+        return _Start.STARTED
 
     def at_boundary(self) -> None:
         """Process a finished save, check the lock, and prepare the buffers.
@@ -539,171 +348,107 @@ class Saving:
             RunDirectoryError: H301 if another run has taken the directory.
         """
         now = self._clock.monotonic_seconds()
-        self.chooser.boundary(now)
-        if now - self._held_at > _HOLD_SECONDS:
-            self._held_at = now
-            # If this fails, the next save will fail with the same error and report it.
-            with contextlib.suppress(OSError):
-                self._hold_directory()
-        if self._job is not None:
-            self.collected()
+        self._schedule.note_boundary(now)
+        self._directory_check.at_boundary(now)
+        self.collect()
+        # After new steps, the optimizers have created their state, so its size is known.
         if (
-            self._in_background
-            and not self._buffers_prepared
-            and self._record.global_step > (self._tried_at_step or 0)
+            self._thread.needs_buffers
+            and self._schedule.has_new_steps
+            and self._schedule.is_soon(now)
         ):
-            # The optimizers have created their state, so its size is known. With "auto", buffers
-            # are prepared shortly before a save is due, since a run that ends earlier needs none.
-            self._buffers_prepared = self._interval != "auto" or self.chooser.is_overdue(
-                now + _AHEAD_SECONDS, auto=True
+            self._thread.prepare_buffers(
+                lambda: needed_bytes(encode(self._state.components()).tensors)
             )
-            if self._buffers_prepared and self._job is None:
-                # When the save is due, the same error will be raised again and handled.
-                with contextlib.suppress(Exception):
-                    self._buffers_for(needed_bytes(encode(self._state()).tensors))
-
-    def finish(self) -> None:
-        """Wait for the running save, if there is one, and process its result."""
-        job = self._job
-        try:
-            save = None if job is None else job.result()
-            # The job is cleared only after the wait, since it is still running if the wait is
-            # interrupted.
-            self._job = None
-        except Exception as error:  # noqa: BLE001 - training continues without a writer
-            self._job = None
-            self._buffers = None
-            self._stop_background(f"the writer thread failed: {describe_error(error)}")
-        else:
-            if save is not None:
-                self._process_result(save)
-
-    def collected(self) -> Saving:
-        """Process a finished save, if there is one, and return this object."""
-        if self._job is not None and not self._job.is_running:
-            self.finish()
-        return self
-
-    def _process_result(self, save: _Save, *, first: bool = False) -> None:
-        """Process the result of a save that has ended. This runs in the training thread."""
-        if save.entry is None:
-            self.failed += 1
-            self._newest_failure = (
-                save.refused if save.error is None else describe_error(save.error)
-            )
-            self._refused = save.refused or self._refused
-            return
-        self.saved += 1
-        self._newest_failure = None
-        self._directory.note_saved()
-        note_saved(self._directory.path)
-        self._saved_at = save.position
-        self.saved_as = save.entry
-        computed = save.cpu_seconds if self._cuda is None else 0.0
-        if first:
-            self.chooser.first_save_took(save.seconds, cpu_seconds=computed)
-        else:
-            stall = save.stall_seconds or 0.0
-            self.chooser.save_took(stall_seconds=stall, seconds=save.seconds, cpu_seconds=computed)
-
-    # --- memory for the copies
-
-    def _buffers_for(self, needed: int) -> HostBuffers | None:
-        """Return host buffers that are large enough for copies of the state.
-
-        Returns None if a thread is still preparing the buffers, or if there is no memory for them.
-
-        Args:
-            needed: The size of the state in bytes.
-        """
-        if self._buffers is not None and self._buffers.size_bytes >= needed:
-            return self._buffers
-        self._buffers = None
-        size_bytes = int(_SPARE * needed)
-        available = None if size_bytes <= _SMALL_BYTES else available_bytes()
-        if available is not None and size_bytes > _MOST_MEMORY * available:
-            self._stop_background(
-                f"copies of the state would take {size(size_bytes)}, and"
-                f" {size(available)} are available"
-            )
-            return None
-        try:
-            buffers = HostBuffers(size_bytes, cuda=self._cuda)
-            if size_bytes > _SMALL_BYTES:
-                self._job = BackgroundJob(buffers.touch, self._directory.path)
-        except (OSError, RuntimeError) as error:
-            # There was not enough memory, or the thread could not be started.
-            self._stop_background(
-                f"{size(size_bytes)} for copies of the state could not be allocated ({error})"
-            )
-            return None
-        self._buffers = buffers
-        if size_bytes <= _SMALL_BYTES:
-            buffers.touch()
-        return buffers if self._job is None else None
-
-    def _stop_background(self, why: str) -> None:
-        """Make all later saves run in the training thread, and record why."""
-        self._in_background = False
-        self._record.emit(run_events.SavesSynchronous(why=why))
 
     def give_up_buffers(self) -> None:
         """Free the buffers permanently, because memory is short.
 
         From now on, saves run in the training thread.
         """
-        wanted = not self._buffers_prepared and self._record.global_step > (
-            self._tried_at_step or 0
-        )
-        if self._in_background and (self._buffers is not None or wanted):
+        thread = self._thread
+        are_buffers_wanted = thread.needs_buffers and self._schedule.has_new_steps
+        if thread.is_enabled and (thread.has_buffers or are_buffers_wanted):
             self.finish()
-            self._buffers = None
-            self._stop_background("the memory for copies was freed after an out-of-memory error")
+            thread.free_buffers()
+
+    # --- results
+
+    def finish(self) -> None:
+        """Wait for the running save, if there is one, and process its result."""
+        save = self._thread.take_result()
+        if save is not None:
+            self._process_result(save)
+
+    def collect(self) -> None:
+        """Process a finished save, if there is one."""
+        if self._thread.has_ended_job:
+            self.finish()
+
+    def _process_result(self, save: Save) -> None:
+        """Process the result of a save that has ended. This runs in the training thread."""
+        self._results.add(save)
+        if save.entry is not None:
+            self._schedule.note_cost(save)
 
     # --- after a resume or a rollback
 
-    def resumed(self, entry: Entry) -> None:
-        """Record that the state was just restored from a checkpoint."""
-        self._note_attempt()
-        self._saved_at = self._position()
-        self.saved_as = entry
+    def note_resumed(self, entry: Entry, costs: Iterable[SaveCost]) -> None:
+        """Record that the state was just restored from a checkpoint.
 
-    def returned(self, *, to_checkpoint: bool) -> None:
+        Args:
+            entry: The checkpoint.
+            costs: The costs of earlier saves, which the checkpoint contains.
+        """
+        self._schedule.note_resumed(costs)
+        self._results.note_resumed(entry, self._state.position())
+
+    def note_rollback(self, *, to_checkpoint: bool) -> None:
         """Record that the run has rolled back to an earlier step.
 
         Args:
             to_checkpoint: Whether the run has rolled back to a checkpoint rather than to a snapshot
                 in host memory.
         """
-        step = self._record.global_step
-        self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
+        self._schedule.note_rollback(to_checkpoint=to_checkpoint)
         # The state that was refused no longer exists.
-        self._refused = None
+        self._results.take_refusal()
 
 
-def chooser_of(policy: Policy) -> IntervalChooser:
-    """Return an `IntervalChooser`, which chooses when to save, with the limits of a policy."""
-    return IntervalChooser(
-        mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
-        most_overhead=policy.save_overhead,
-        most_minutes=policy.save_interval_minutes,
-    )
+def _copies_in(
+    shot: Snapshot, named: NamedTensors
+) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
+    """Return the snapshot's copies of some live tensors, and the tensors that have no copy.
 
-
-def _raised(error: Exception) -> Any:
-    """Raise an error. This function can be passed to `Writers.all`."""
-    raise error
-
-
-def _lasting_error(error: Exception | None) -> Exception | None:
-    """Return the error to raise after the first save, if later saves cannot succeed either.
-
-    Returns None for errors that may go away, such as a full disk.
+    Args:
+        shot: The snapshot.
+        named: The names and the live tensors.
     """
+    copies: list[tuple[str, torch.Tensor]] = []
+    not_copied: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named:
+        copy = shot.copy_of(tensor)
+        if copy is None:
+            not_copied.append((name, tensor))
+        else:
+            copies.append((name, copy))
+    return copies, not_copied
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Return whether an error of the first save means that later saves cannot succeed either.
+
+    Some errors of the disk may go away, for example if it is full.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return True
+
+
+def _first_save_error(error: Exception) -> Exception:
+    """Return the exception to raise for an error of the first save."""
     if not isinstance(error, OSError):
         return error
-    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return None
     return RunDirectoryError(
         f"the first checkpoint cannot be written ({error})",
         limit="the run could not save any progress",

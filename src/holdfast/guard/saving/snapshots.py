@@ -74,7 +74,7 @@ class Snapshots:
         passed_seconds = self._clock.monotonic_seconds() - self._last_seconds
         return self._took_seconds <= _MOST_TIME * passed_seconds
 
-    def keep(self, global_step: int, read: Callable[[], Mapping[str, Any] | None]) -> bool:
+    def take(self, global_step: int, read: Callable[[], Mapping[str, Any] | None]) -> bool:
         """Take a snapshot.
 
         Args:

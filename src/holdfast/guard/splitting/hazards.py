@@ -19,7 +19,7 @@ from holdfast.core.errors import BatchError
 from holdfast.core.events.data import Promise
 from holdfast.core.policy.kinds import SplitHazard
 from holdfast.core.text import counted
-from holdfast.guard.splitting.split_result import SplitCheckResult
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult
 from holdfast.guard.splitting.weighting import Weighting
 
 # The maximum number of weightings that a message about a coupled loss names.

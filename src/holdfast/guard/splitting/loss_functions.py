@@ -1,40 +1,26 @@
-"""Examine loss functions: forbidden calls, identity, and side effects.
+"""The contexts in which the guard calls a loss function, and the calls that it must not make.
 
-**Forbidden calls.** A loss function must only return a loss. The guard itself runs backward and
-steps the optimizers. The function may compute gradients, but not with respect to parameters.
-
-**Identity.** A lambda in a loop is a new object in each iteration, but always the same function. On
-the other hand, two partials of a function with different values of ``reduction`` are different
-functions. Functions are therefore identified by their code, and by the strings and flags that are
-bound to them. Numbers are ignored, since otherwise a step number or a changing weight would make a
-new function in every step.
-
-**Side effects.** If a call changes plain attributes of modules or variables of the function, no
-checkpoint contains the change, and each retry repeats it.
+A loss function must only return a loss. The guard itself runs backward and steps the optimizers.
+The function may compute gradients, but not with respect to parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import math
-import types
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias
 
-import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.core.errors import BatchError
+from holdfast.core.policy.policy import Policy
 from holdfast.core.text import counted
-from holdfast.guard.splitting.two_pass import TwoPass
-from holdfast.guard.state.trees import same
+from holdfast.guard.parts import Parts
+from holdfast.guard.precision import autocast
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.state.states import StateKeeper, changeable_states
 
 # --- forbidden calls
 
@@ -210,231 +196,43 @@ class FilledOutside:
             )
 
 
-# --- identity
-
-# The number of levels of partials, methods and closures to follow.
-_DEPTH = 3
+# --- calling a loss function
 
 
-def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
-    """Return a text that identifies a loss function, and stays the same after a restart.
-
-    The text consists of the name, line and checksum of the code, followed by the values that are
-    bound to the function: arguments of a partial, the object of a method, closure variables,
-    defaults, and attributes of a callable object. Among these values, only None, strings, bools and
-    callables without weights (such as a criterion) count. Numbers and tensors never do, since they
-    may change in every step. Of the global variables that the code uses, strings and bools count.
+class LossCalls:
+    """Provides the contexts in which loss functions are called, in steps and in checks.
 
     Args:
-        loss_fn: The loss function.
-        depth: How many levels of callables inside callables to follow. With 0, only the code
-            counts.
+        parts: The models, optimizers and additional state of the run.
+        policy: The policy of the run.
+        buffers: The run's `BufferKeeper`, which knows which states change.
     """
-    if isinstance(loss_fn, TwoPass):
-        return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
-    if isinstance(loss_fn, functools.partial):
-        bound = [*loss_fn.args, *(loss_fn.keywords[name] for name in sorted(loss_fn.keywords))]
-        return _with_bound_values(description_of(loss_fn.func, depth), bound, depth)
-    if isinstance(loss_fn, types.MethodType):
-        return _with_bound_values(
-            description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth
-        )
-    code = getattr(loss_fn, "__code__", None)
-    if code is not None:
-        bound = []
-        for cell in loss_fn.__closure__ or ():
-            try:  # noqa: SIM105 - `suppress` is slower, and this runs in every step
-                bound.append(cell.cell_contents)
-            except ValueError:
-                # The variable has not been assigned yet.
-                pass
-        bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        # A function in a script may use flags stored in global variables.
-        global_variables = getattr(loss_fn, "__globals__", {})
-        for name in code.co_names:
-            value = global_variables.get(name)
-            if type(value) in (bool, str):
-                bound.append(value)
-        return _with_bound_values(_name_of(code), bound, depth) if bound else _name_of(code)
-    bound = [
-        value for key, value in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH
-    ]
-    return _with_bound_values(type(loss_fn).__qualname__, bound, depth)
 
+    def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper) -> None:
+        self._parts = parts
+        self._policy = policy
+        self._buffers = buffers
+        self._parameters = [parameter for _, parameter in parts.named_parameters()]
 
-@functools.lru_cache(maxsize=256)
-def _name_of(code: types.CodeType) -> str:
-    # The checksum distinguishes two lambdas on the same line.
-    checksum = zlib.crc32(code.co_code + repr(code.co_names).encode())
-    return f"{code.co_qualname}:{code.co_firstlineno}:{checksum:x}"
+    def forbid_training_calls(self) -> ReturningALoss:
+        """Return a context in which a loss function may not run backward or step an optimizer."""
+        return ReturningALoss(self._parts.optimizers.values(), self._parameters)
 
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Return a context that forbids training calls and autocasts to the policy's precision."""
+        with (
+            self.forbid_training_calls(),
+            autocast(self._parts.device_type(), self._policy.precision),
+        ):
+            yield
 
-def _with_bound_values(name: str, bound: Iterable[Any], depth: int) -> str:
-    """Return a name, followed in parentheses by the descriptions of the bound values that count."""
-    if depth == 0:
-        return name
-    descriptions = []
-    for value in bound:
-        description = _describe_value(value, depth - 1)
-        if description:
-            descriptions.append(description)
-    return f"{name}({', '.join(descriptions)})" if descriptions else name
-
-
-def _describe_value(value: Any, depth: int) -> str:
-    """Return a text that identifies a bound value, or an empty string for a value to ignore."""
-    if value is None or isinstance(value, (bool, str)):
-        return repr(value)[:80]
-    # Modules without weights are criteria, which count. Modules with weights are models.
-    if depth == 0 or not callable(value) or isinstance(value, type) or _has_weights(value):
-        return ""
-    return description_of(value, depth)
-
-
-def _has_weights(value: Any) -> bool:
-    attributes = value.__dict__ if isinstance(value, nn.Module) else {}
-    return bool(attributes.get("_parameters")) or any(
-        map(_has_weights, attributes.get("_modules", {}).values())
-    )
-
-
-# --- side effects
-
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# Only these containers are iterated, because iterating over other objects may have side effects.
-_CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
-# Containers with more entries than this are compared by length only.
-_MAX_ENTRIES = 64
-# Tensors with more elements than this are compared by their sum only.
-_MAX_ELEMENTS = 1 << 20
-# The attributes that every module has.
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def find_side_effects(
-    models: Mapping[str, nn.Module],
-    loss_fn: Callable[[Any], Any],
-    forward: Callable[[], float],
-    *,
-    restored: Sequence[Any] = (),
-    include_logs: bool = False,
-) -> tuple[str, ...]:
-    """Return the names of attributes and variables that a second forward pass changes.
-
-    State that each pass overwrites with the same value, such as the last attention map or a cache
-    that is filled once, does not change in the second pass, so it is not returned.
-
-    Attributes of the loss function, and variables outside of it, may be mere counters or logs. They
-    are returned only if the second loss differs from the first.
-
-    Args:
-        models: The models by name.
-        loss_fn: The loss function.
-        forward: Function that runs the same forward pass each time and returns the loss, or NaN if
-            it ran out of memory.
-        restored: Objects to ignore, because the guard restores them.
-        include_logs: Whether to return variables and attributes of the loss function even if the
-            two losses are equal.
-
-    Returns:
-        Names such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
-    """
-    ignored = [*restored, *(module for model in models.values() for module in model.modules())]
-    first_loss = forward()
-    first_attributes = _attributes(models)
-    first_variables = _variables(loss_fn, ignored)
-    second_loss = forward()
-    second_attributes = _attributes(models)
-    second_variables = _variables(loss_fn, ignored)
-
-    changed = _changed(first_attributes, second_attributes)
-    is_nan = math.isnan(first_loss) or math.isnan(second_loss)
-    differs = first_loss != second_loss and not is_nan
-    if differs or include_logs:
-        changed |= _changed(first_variables, second_variables)
-    if differs and not changed:
-        changed = {"loss_fn: its loss changes for an unknown reason"}
-    return tuple(sorted(changed))
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    changed = {
-        name for name, value in after.items() if name in before and not same(before[name], value)
-    }
-    return changed | (set(before) ^ set(after))
-
-
-def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
-    return {
-        ".".join(
-            part for part in (name if len(models) > 1 else "", prefix, key) if part
-        ): _snapshot(value, depth=2)
-        for name, model in models.items()
-        for prefix, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in _OF_TORCH
-    }
-
-
-def _variables(function: Any, ignored: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the variables that a function can access but does not define.
-
-    These are its closure variables, globals, bound arguments, and the attributes of its object.
-    Variables whose values are in `ignored` are left out.
-    """
-    variables: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        variables |= {"argument": [*function.args, *function.keywords.values()]}
-        function = function.func
-    if isinstance(function, TwoPass):
-        return {**_variables(function.outputs, ignored), **_variables(function.loss, ignored)}
-    owner = getattr(function, "__self__", function)
-    if not isinstance(
-        owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-    ):
-        variables |= getattr(owner, "__dict__", {})
-    function = getattr(function, "__func__", function)
-    if isinstance(function, types.FunctionType):
-        outside = inspect.getclosurevars(function)
-        variables |= {**outside.globals, **outside.nonlocals}
-    return {
-        f"loss_fn: {name}": _snapshot(_attributes_of_object(value), depth=2)
-        for name, value in variables.items()
-        if not isinstance(value, (types.ModuleType, types.FunctionType, type))
-        and not any(value is ignored_object for ignored_object in ignored)
-    }
-
-
-def _attributes_of_object(value: Any) -> Any:
-    """Return the attributes of a user's object, such as a criterion with a counter.
-
-    Any other value is returned unchanged.
-    """
-    if isinstance(value, nn.Module):
-        attributes = {
-            name: attribute for name, attribute in vars(value).items() if name not in _OF_TORCH
+    def new_keeper(self) -> BufferKeeper:
+        """Return a new `BufferKeeper`, for extra passes whose changes of state must be undone."""
+        untouched = self._buffers.states.untouched()
+        states = {
+            name: state
+            for name, state in changeable_states(self._parts).items()
+            if name not in untouched
         }
-        return {**attributes, **dict(value.named_buffers())}
-    if isinstance(value, (*_PLAIN, *_CONTAINERS, Mapping, torch.Tensor)) or callable(value):
-        return value
-    return vars(value) if hasattr(value, "__dict__") else value
-
-
-def _snapshot(value: Any, depth: int) -> Any:
-    """Return a copy of a value for a later comparison.
-
-    Plain values are returned as they are, small tensors are copied, and containers are copied up to
-    `depth` levels deep. Any other value is represented by the name of its type.
-    """
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.numel() <= _MAX_ELEMENTS:
-            return value.detach().clone()
-        return [value.shape, float(value.detach().double().sum())]
-    if isinstance(value, Mapping) and depth and len(value) <= _MAX_ENTRIES:
-        return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}
-    if isinstance(value, _CONTAINERS):
-        entries = list(value) if depth and len(value) <= _MAX_ENTRIES else []
-        return [len(value), *(_snapshot(entry, depth - 1) for entry in entries)]
-    return type(value).__name__
+        return BufferKeeper(self._parts.models, StateKeeper(states, copy_large_objects=True))

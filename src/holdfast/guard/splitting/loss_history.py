@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.guard.splitting.hazards import Hazard
-from holdfast.guard.splitting.loss_functions import description_of
-from holdfast.guard.splitting.split_result import SplitCheckResult, combine
+from holdfast.guard.splitting.loss_identity import description_of
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult, combine
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting
 
 # At most this many loss functions are distinguished by the strings that are bound to them. If there
@@ -110,6 +110,21 @@ class LossHistory:
         return self.steps_in_doubt > 0 or (
             self.result is not None and self.result.may_change_gradient_later()
         )
+
+    def count_step(self, *, is_split: bool) -> None:
+        """Count a step in which a check is needed.
+
+        Args:
+            is_split: Whether the step splits its batch.
+        """
+        self.steps += 1
+        if is_split:
+            self.split_steps += 1
+
+    def note_passed_check(self, global_step: int) -> None:
+        """Record the step of a check that has passed, unless an earlier failure is in doubt."""
+        if not self.steps_in_doubt:
+            self.last_passed_step = global_step
 
     def add_trial(self, result: SplitCheckResult) -> None:
         """Add the result of a trial split."""

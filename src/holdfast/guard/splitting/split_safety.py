@@ -31,7 +31,6 @@ from holdfast.core.events.data import Promise
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.evaluation import mixing_layers
 from holdfast.guard.splitting.hazards import (
     Hazard,
     HazardCase,
@@ -40,9 +39,10 @@ from holdfast.guard.splitting.hazards import (
     promise_of_split,
     refused_by_policy,
 )
-from holdfast.guard.splitting.loss_calls import LossCalls
+from holdfast.guard.splitting.loss_functions import LossCalls
 from holdfast.guard.splitting.loss_history import LossHistories, LossHistory, Report
 from holdfast.guard.splitting.split_trials import Isolation, Need, SplitTrials
+from holdfast.guard.splitting.trial.evaluation import mixing_layers
 from holdfast.guard.splitting.weighting import Weighting
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.buffers import BufferKeeper
@@ -83,15 +83,12 @@ class SplitSafety:
         self._buffers = buffers
         self._record = record
         self._histories = LossHistories()
-        calls = LossCalls(parts, policy, buffers)
-        self._trials = SplitTrials(parts, policy, record, calls, isolation)
+        # The contexts for calling a loss function, in steps and in trials.
+        self.loss_calls = LossCalls(parts, policy, buffers)
+        self._trials = SplitTrials(parts, policy, record, self.loss_calls, isolation)
         # Why the first batch without a batch dimension could not be split. None if there was no
         # such batch.
         self._why_not_splittable: str | None = None
-        # Functions that return a context for calling a loss function, and a `BufferKeeper` for
-        # extra passes; see `LossCalls`.
-        self.forbid_training_calls = calls.forbid_training_calls
-        self.new_snapshot = calls.new_snapshot
 
     # --- the batch
 
@@ -110,16 +107,7 @@ class SplitSafety:
         try:
             size = batch_size(batch, split)
         except BatchError as error:
-            if self._policy.micro_batch_size is None:
-                return None
-            # By default, the first dimension of all tensors is assumed to be the batch. If that is
-            # wrong, the batch is just not split. A wrong setting of the user is an error. `split`
-            # is 0 by default, so any other value is the user's.
-            if self._policy.micro_batch_size != "auto" or (error.rule != "H205" and split != 0):
-                raise
-            if self._why_not_splittable is None:
-                self._why_not_splittable = error.what
-                self._record.emit(run_events.CannotSplit(why=error.what, fix=error.fix))
+            self._raise_or_report(error, split)
             return None
         if size == 0:
             raise BatchError(
@@ -129,6 +117,22 @@ class SplitSafety:
                 rule="H205",
             )
         return size
+
+    def _raise_or_report(self, error: BatchError, split: Split) -> None:
+        """Raise an error about the batch dimension, or report once that batches are not split.
+
+        By default, the first dimension of all tensors is assumed to be the batch. If that is wrong,
+        the batch is just not split. A wrong setting of the user is an error.
+        """
+        if self._policy.micro_batch_size is None:
+            return
+        # `split` is 0 by default, so any other value is the user's.
+        is_wrong_split = error.rule != "H205" and split != 0
+        if self._policy.micro_batch_size != "auto" or is_wrong_split:
+            raise error
+        if self._why_not_splittable is None:
+            self._why_not_splittable = error.what
+            self._record.emit(run_events.CannotSplit(why=error.what, fix=error.fix))
 
     def smallest_part(self) -> int:
         """Return the smallest number of samples that a forward pass can process."""
@@ -154,7 +158,8 @@ class SplitSafety:
             BatchError: H206 or H207 if the policy sets the micro-batch size and splitting would
                 change training.
         """
-        if micro_batch_size is not None and self._policy.micro_batch_size is None:
+        is_split = micro_batch_size is not None
+        if is_split and self._policy.micro_batch_size is None:
             # The micro-batch size comes from a checkpoint of a run that was allowed to split.
             return False
         history = self._histories.history_of(work.loss_fn)
@@ -165,25 +170,18 @@ class SplitSafety:
         # In a window, the function's flags may have changed since the first batch.
         history = self._histories.current_history_of(work.loss_fn)
         self._schedule_search(history)
-        history.steps += 1
-        if micro_batch_size is not None:
-            history.split_steps += 1
+        history.count_step(is_split=is_split)
 
         has_checked = self._trials.run_due(history, work, micro_batch_size, need)
-        if self._is_search_due(history):
-            history.has_searched = True
-            if history.side_effects is None:
-                # If the function starts to change state later, this is still found before a retry.
-                history.side_effects = self._trials.find_side_effects(history, work)
+        self._search_side_effects_if_due(history, work)
         self._report_side_effects(history)
 
         blocking_hazard = self._blocking_hazard(history)
-        if micro_batch_size is not None:
-            if blocking_hazard is not None:
-                self._report_refusal(history, blocking_hazard)
-            elif has_checked and not history.steps_in_doubt:
-                history.last_passed_step = self._record.global_step
-        if micro_batch_size is not None or history.result is not None:
+        if is_split and blocking_hazard is not None:
+            self._report_refusal(history, blocking_hazard)
+        if is_split and blocking_hazard is None and has_checked:
+            history.note_passed_check(self._record.global_step)
+        if is_split or history.result is not None:
             self._report_promises_if_new(history, work.size, blocking_hazard)
         return blocking_hazard is None
 
@@ -379,6 +377,15 @@ class SplitSafety:
         if history.has_searched or history.search_after is None:
             return False
         return self._record.clock.monotonic_seconds() >= history.search_after
+
+    def _search_side_effects_if_due(self, history: LossHistory, work: Work) -> None:
+        """Search for side effects, if this is due and no trial has searched for them."""
+        if not self._is_search_due(history):
+            return
+        history.has_searched = True
+        if history.side_effects is None:
+            # If the function starts to change state later, this is still found before a retry.
+            history.side_effects = self._trials.find_side_effects(history, work)
 
     def _report_side_effects(self, history: LossHistory) -> None:
         """Report side effects once. They matter for retries and for the next resume."""

@@ -18,13 +18,12 @@ from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.evaluation import LossEvaluator
-from holdfast.guard.splitting.forked_check import run_check, run_in_copy
-from holdfast.guard.splitting.loss_calls import LossCalls
-from holdfast.guard.splitting.loss_functions import called_inside
+from holdfast.guard.splitting.loss_functions import LossCalls, called_inside
 from holdfast.guard.splitting.loss_history import LossHistory
-from holdfast.guard.splitting.split_check import MIN_DISAGREEMENT, SplitCheck
-from holdfast.guard.splitting.split_result import SplitCheckResult
+from holdfast.guard.splitting.trial.evaluation import LossEvaluator
+from holdfast.guard.splitting.trial.forked_check import run_check, run_in_copy
+from holdfast.guard.splitting.trial.split_check import MIN_DISAGREEMENT, SplitCheck
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult
 from holdfast.guard.splitting.weighting import (
     Weighting,
     disagreement,
@@ -399,7 +398,7 @@ class SplitTrials:
             loss_fn=work.loss_fn,
             split=work.split,
             models=self._parts.models,
-            states=self._calls.new_snapshot().states,
+            states=self._calls.new_keeper().states,
             parameters=work.parameters,
             calling=self._calls.calling,
             rounds_to_half=self._policy.precision != "fp32",

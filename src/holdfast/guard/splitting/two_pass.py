@@ -68,7 +68,7 @@ class TwoPassRun:
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
     # Function that returns a new `BufferKeeper`. Each part must change buffers and states only
     # once, although its forward pass runs twice.
-    new_snapshot: Callable[[], BufferKeeper]
+    new_keeper: Callable[[], BufferKeeper]
     # The accelerators whose random state is restored.
     devices: Sequence[torch.device]
     # Function that returns the parameters that may receive gradients, called before each backward.
@@ -90,8 +90,8 @@ class TwoPassRun:
         Returns:
             The loss over all samples.
         """
-        first_buffers = self.new_snapshot()
-        first_buffers.keep()
+        first_buffers = self.new_keeper()
+        first_buffers.capture()
         joined, states = self._first_pass(split_loss, parts)
         terms = read_loss(
             self.call(lambda whole: split_loss.loss(joined, whole), batch),
@@ -107,12 +107,12 @@ class TwoPassRun:
             inputs = [*outputs, *inputs]
         self.backward(terms.total(), inputs)
 
-        last_buffers = self.new_snapshot()
-        last_buffers.keep()
+        last_buffers = self.new_keeper()
+        last_buffers.capture()
         last_random_state = capture(self.devices)
-        first_buffers.put_back()
+        first_buffers.restore()
         self._second_pass(split_loss, parts, states, pytree.tree_leaves(joined))
-        last_buffers.put_back()
+        last_buffers.restore()
         restore(last_random_state)
         return terms
 

@@ -119,41 +119,89 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
-    """Return the weightings for which a tensor of the batch may provide the counts."""
+    """Return the weightings for which a tensor of the batch may provide the counts.
+
+    Args:
+        keys: The path to the tensor in the batch.
+        leaf: The tensor.
+        size: The number of samples in the batch.
+    """
+    shifts = _possible_shifts(leaf, size)
+    masks = _entries("mask", keys, (0, 1), shifts)
+    if leaf.dtype == torch.bool:
+        return masks
+    values = _read_values(leaf)
+    if values.are_zeros_and_ones:
+        return masks
+    candidates = []
+    if not leaf.is_floating_point():
+        candidates += _entries("labels", keys, values.paddings, shifts)
+    # Numbers such as the lengths or the weights of samples, which are never negative.
+    may_be_counts = leaf.is_floating_point() or leaf.ndim == 1
+    if may_be_counts and values.least >= 0:
+        candidates.append(Weighting(kind="total", keys=keys))
+    return candidates
+
+
+def _possible_shifts(leaf: torch.Tensor, size: int) -> list[int]:
+    """Return the possible values of `Weighting.shifted` for a tensor."""
     shifts = [-1]
     if leaf.ndim == 2:
         # The tensor may contain next-token labels along the dimension that is not the batch.
         shifts.append(1 if leaf.shape[0] == size else 0)
-    if leaf.dtype == torch.bool:
-        return _entries("mask", keys, (0, 1), shifts)
+    return shifts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Values:
+    """What the values of a tensor show about its meaning."""
+
+    # The smallest value.
+    least: float
+    # Whether there are no other values than 0 and 1.
+    are_zeros_and_ones: bool
+    # The integers that may be padding. Empty for a floating-point tensor.
+    paddings: list[int]
+
+
+def _read_values(leaf: torch.Tensor) -> _Values:
+    """Examine the values of a tensor. This synchronizes with the device once."""
     facts = [leaf.min(), ((leaf != 0) & (leaf != 1)).any()]
-    if leaf.is_floating_point():
-        least, more_than_mask = torch.stack([fact.to(torch.float64) for fact in facts]).tolist()
-        if not more_than_mask:
-            return _entries("mask", keys, (0, 1), shifts)
-        return [Weighting(kind="total", keys=keys)] if least >= 0 else []
-    facts += [(leaf == padding).any() for padding in _PADDINGS]
-    for dimension in range(leaf.ndim if leaf.ndim > 1 else 0):
-        ends = leaf.select(dimension, -1).flatten()
-        most = ends.mode().values
-        facts += [most, (ends == most).to(torch.float64).mean()]
-    least, more_than_mask, *others = torch.stack(
+    if not leaf.is_floating_point():
+        facts += [(leaf == padding).any() for padding in _PADDINGS]
+        facts += _row_ends(leaf)
+    least, has_other_values, *others = torch.stack(
         [fact.to(torch.float64) for fact in facts]
     ).tolist()
-    if not more_than_mask:
-        return _entries("mask", keys, (0, 1), shifts)
-    ignored = [
-        padding for padding, is_present in zip(_PADDINGS, others, strict=False) if is_present
-    ]
-    # For each dimension, the most frequent value at the end of a row, and its share of the rows.
+    is_present = others[: len(_PADDINGS)]
     row_ends = others[len(_PADDINGS) :]
-    ignored += [
+    paddings = [padding for padding, present in zip(_PADDINGS, is_present, strict=False) if present]
+    paddings += [
         int(value)
         for value, share in zip(row_ends[::2], row_ends[1::2], strict=True)
         if share >= _HALF
     ]
-    lengths = [Weighting(kind="total", keys=keys)] if least >= 0 and leaf.ndim == 1 else []
-    return _entries("labels", keys, dict.fromkeys(ignored), shifts) + lengths
+    return _Values(
+        least=least,
+        are_zeros_and_ones=not has_other_values,
+        paddings=list(dict.fromkeys(paddings)),
+    )
+
+
+def _row_ends(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """Return the most frequent value at the end of a row, and its share of the rows.
+
+    There is one such pair for each dimension along which the rows may be. A tensor with one
+    dimension has no rows.
+    """
+    if leaf.ndim < 2:
+        return []
+    facts = []
+    for dimension in range(leaf.ndim):
+        ends = leaf.select(dimension, -1).flatten()
+        most_frequent = ends.mode().values
+        facts += [most_frequent, (ends == most_frequent).to(torch.float64).mean()]
+    return facts
 
 
 def _entries(

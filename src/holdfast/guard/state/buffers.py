@@ -61,24 +61,24 @@ class BufferKeeper:
         self._constant: list[_Place] = []
         # Whether the first step has shown which buffers change.
         self._has_learned = False
-        # For each mutable buffer, its tensor at the last `keep` and a copy of the values.
+        # For each mutable buffer, its tensor at the last `capture` and a copy of the values.
         self._before: list[torch.Tensor | None] = []
         self._copies: list[torch.Tensor | None] = []
         # Whether all mutable buffers have values that `gate` can restore. None if not known yet.
         self._are_plain: bool | None = None
-        # For each constant buffer, its tensor at the last `keep` and the version counter.
+        # For each constant buffer, its tensor at the last `capture` and the version counter.
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
-    def keep(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    def capture(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """Copy the buffers that may change, and store the version counters of the others.
 
         The copy is fused and does not synchronize with the device.
 
         Args:
-            earlier: The `copies` of an earlier process, by name. Where a name is present, this
-                value is kept instead of the buffer's current value.
+            earlier: The result of `captured` in an earlier process. Where a name is present, this
+                value is captured instead of the buffer's current value.
         """
-        self.states.keep()
+        self.states.capture()
         if not self._mutable and not self._constant:
             return
         buffers = [place.now() for place in self._mutable]
@@ -95,7 +95,8 @@ class BufferKeeper:
 
     def _copies_fit(self, buffers: list[torch.Tensor | None]) -> bool:
         """Return whether these buffers can be copied into the existing copies."""
-        # Usually, the buffers are the same tensors as at the last `keep`, which is quick to check.
+        # Usually, the buffers are the same tensors as at the last `capture`, which is quick to
+        # check.
         are_same_tensors = len(buffers) == len(self._before) and all(
             buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
             for buffer, before, copy in zip(buffers, self._before, self._copies, strict=True)
@@ -106,15 +107,15 @@ class BufferKeeper:
             _layout_of(copy) for copy in self._copies
         ]
 
-    def copies(self) -> dict[str, torch.Tensor]:
-        """Return the values that the mutable buffers had at the last `keep`, by name."""
+    def captured(self) -> dict[str, torch.Tensor]:
+        """Return the values that the mutable buffers had at the last `capture`, by name."""
         named = zip(self._mutable, self._copies, strict=True)
         return {place.name: copy for place, copy in named if copy is not None}
 
-    def put_back(self) -> list[str]:
-        """Restore all buffers and states to their values at the last `keep`.
+    def restore(self) -> list[str]:
+        """Restore all buffers and states to their values at the last `capture`.
 
-        Afterwards, each buffer is the same tensor object as at the last `keep`, with the same
+        Afterwards, each buffer is the same tensor object as at the last `capture`, with the same
         values.
 
         Returns:
@@ -136,26 +137,34 @@ class BufferKeeper:
             self._before.append(now)
             is_copied = now is not None and not has_no_values(now)
             self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
-        return newly_mutable + self.states.put_back()
+        return newly_mutable + self.states.restore()
 
     def can_gate(self) -> bool:
-        """Return whether `gate` could undo all changes to buffers since the last `keep`.
+        """Return whether `gate` could undo all changes to buffers since the last `capture`.
 
         It cannot if a buffer was replaced by another tensor, has another shape, or changed for the
         first time, if a mutable buffer is sparse or quantized, or if it is not yet known which
         buffers change.
         """
-        if not self._has_learned:
-            return False
-        for place, (buffer, version) in zip(self._constant, self._versions, strict=True):
-            if place.now() is not buffer or _version(buffer) != version:
-                return False
+        return (
+            self._has_learned
+            and not self._changed_constants()
+            and self._have_same_storage()
+            and self._have_plain_values()
+        )
+
+    def _have_same_storage(self) -> bool:
+        """Return whether each mutable buffer is still the same tensor, with the same shape."""
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
             if place.now() is not before:
                 return False
             # The data of a buffer can be replaced, as in ``buffer.data = longer``.
             if before is not copy and before.shape != copy.shape:  # type: ignore[union-attr]
                 return False
+        return True
+
+    def _have_plain_values(self) -> bool:
+        """Return whether all mutable buffers have values that `gate` can restore."""
         if self._are_plain is None:
             # `torch.where` cannot select between sparse or quantized tensors.
             self._are_plain = all(
@@ -165,7 +174,7 @@ class BufferKeeper:
         return self._are_plain
 
     def gate(self, refused: torch.Tensor) -> None:
-        """Undo all changes since the last `keep` if a flag on the device is set.
+        """Undo all changes since the last `capture` if a flag on the device is set.
 
         This does not synchronize with the device. Call it only if `can_gate` returns True.
 
@@ -222,16 +231,20 @@ class BufferKeeper:
 
     def _learn_newly_mutable(self) -> list[str]:
         """Treat constant buffers that have changed as mutable, and return their names."""
-        newly_mutable = [
-            place
-            for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
-            if place.now() is not buffer or _version(buffer) != version
-        ]
+        newly_mutable = self._changed_constants()
         if newly_mutable:
             self._constant = [place for place in self._constant if place not in newly_mutable]
             self._mutable = self._mutable + newly_mutable
             self._note_versions()
         return [place.name for place in newly_mutable]
+
+    def _changed_constants(self) -> list[_Place]:
+        """Return the constant buffers that have changed since the last `capture`."""
+        return [
+            place
+            for place, (buffer, version) in zip(self._constant, self._versions, strict=True)
+            if place.now() is not buffer or _version(buffer) != version
+        ]
 
     def _note_versions(self) -> None:
         """Record the tensor and the version counter of each constant buffer."""

@@ -44,12 +44,7 @@ class CreatedState:
         for name in names:
             if name not in self._created:
                 optimizer = self._optimizers[name]
-                trainable = [
-                    p
-                    for group in optimizer.param_groups
-                    for p in group["params"]
-                    if p.requires_grad
-                ]
+                trainable = [p for p in _parameters_of(optimizer) if p.requires_grad]
                 self._created[name] = _create_state(optimizer, trainable)
 
     def complete(self, names: Sequence[str]) -> None:
@@ -61,8 +56,9 @@ class CreatedState:
             for group in optimizer.param_groups:
                 count += len(group["params"])
             if state and len(state) < count:
-                parameters = (p for group in optimizer.param_groups for p in group["params"])
-                missing = [p for p in parameters if p.grad is not None and p not in state]
+                missing = [
+                    p for p in _parameters_of(optimizer) if p.grad is not None and p not in state
+                ]
                 if missing:
                     _create_state(optimizer, missing)
 
@@ -76,6 +72,11 @@ class CreatedState:
             unused = [p for p in self._created[name] if p.grad is None]
             _drop_state(self._optimizers[name], unused)
             self._created[name] = []
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,17 +95,12 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
     init_group = getattr(optimizer, "_init_group", None)
     if init_group is None:
         return []
+    missing = _without_state(optimizer, parameters)
+    if not missing:
+        return []
     # The first parameter of `_init_group` is the group. The others are lists that it fills for the
     # step.
     list_count = len(inspect.signature(init_group).parameters) - 1
-    without_state = {
-        id(parameter) for parameter in parameters if not optimizer.state.get(parameter)
-    }
-    missing = [
-        p for group in optimizer.param_groups for p in group["params"] if id(p) in without_state
-    ]
-    if not missing:
-        return []
     try:
         with _only_gradients_of(optimizer, missing):
             for group in optimizer.param_groups:
@@ -112,14 +108,26 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
     except BaseException:
         _drop_state(optimizer, missing)
         raise
-    _drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
+    # `_init_group` may leave the state of a parameter empty.
+    _drop_state(optimizer, _without_state(optimizer, missing))
     return [p for p in missing if p in optimizer.state]
+
+
+def _without_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of an optimizer's parameters that have no state, or an empty state.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: Consider only these parameters.
+    """
+    ids = {id(parameter) for parameter in parameters if not optimizer.state.get(parameter)}
+    return [p for p in _parameters_of(optimizer) if id(p) in ids]
 
 
 @contextlib.contextmanager
 def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
     """Return a context in which only these parameters have gradients, which take no memory."""
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    everything = _parameters_of(optimizer)
     before = [p.grad for p in everything]
     try:
         for p in everything:

@@ -53,7 +53,7 @@ class LossScale:
             self._scaler.update()
             self._unscaled = False
 
-    def copies(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def capture(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return copies of the scale and of the growth tracker, without synchronizing.
 
         The scaler's ``state_dict`` would read both. Call this after `scale`, which creates them.
@@ -69,11 +69,11 @@ class LossScale:
         assert growth_tracker is not None
         return scale.clone(), growth_tracker.clone()
 
-    def put_back(self, copies: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def restore(self, copies: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Restore the scale and the growth tracker. This synchronizes with the device.
 
         Args:
-            copies: The value that `copies` returned.
+            copies: The value that `capture` returned.
         """
         if copies is None:
             return

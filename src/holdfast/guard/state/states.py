@@ -82,7 +82,7 @@ class FrozenParameters:
                 copy_bits(parameter, state[name])
 
 
-def kept_states(parts: Parts) -> dict[str, Stateful]:
+def changeable_states(parts: Parts) -> dict[str, Stateful]:
     """Return the objects that a loss function may change, keyed by their names in messages."""
     states: dict[str, Stateful] = {f"state.{name}": state for name, state in parts.states.items()}
     states[FROZEN] = FrozenParameters(parts.models)
@@ -118,7 +118,7 @@ class StateKeeper:
         """Return the names of the large objects that no step has changed so far."""
         return {tracked.name for tracked in self._tracked if tracked.untouched}
 
-    def keep(self, *, look: bool = False) -> None:
+    def capture(self, *, look: bool = False) -> None:
         """Copy the objects that may change.
 
         Args:
@@ -126,16 +126,16 @@ class StateKeeper:
                 changes. Otherwise, fingerprints are computed only in some steps.
         """
         for tracked in self._tracked:
-            tracked.keep(look=look)
+            tracked.capture(look=look)
 
-    def put_back(self) -> list[str]:
-        """Restore all objects to their state at the last `keep`.
+    def restore(self) -> list[str]:
+        """Restore all objects to their state at the last `capture`.
 
         Returns:
             The names of objects that could not be restored.
         """
         with torch.no_grad():
-            return [tracked.name for tracked in self._tracked if not tracked.put_back()]
+            return [tracked.name for tracked in self._tracked if not tracked.restore()]
 
     def learn(self) -> list[str]:
         """Determine which large objects have changed in an attempt that will be committed.
@@ -189,10 +189,10 @@ class _TrackedState:
         self.large = False
         # How many steps have started so far.
         self._steps = 0
-        # The state at the last `keep`, or None if there is no copy. The state is wrapped in a tuple
-        # because it may be None itself.
+        # The state at the last `capture`, or None if there is no copy. The state is wrapped in a
+        # tuple because it may be None itself.
         self._copy: tuple[Any] | None = None
-        # The fingerprint of the state at the last `keep`, or None if it was not computed.
+        # The fingerprint of the state at the last `capture`, or None if it was not computed.
         self._print: list[Any] | None = None
 
     @property
@@ -212,7 +212,7 @@ class _TrackedState:
         # A power of two has a single 1 bit, which the subtraction clears.
         return self._steps & (self._steps - 1) == 0
 
-    def keep(self, *, look: bool) -> None:
+    def capture(self, *, look: bool) -> None:
         if not look:
             self._steps += 1
         self._copy = None
@@ -242,11 +242,11 @@ class _TrackedState:
                 self._changes = bool(self._changes)
                 self._print = fingerprint(tree)
 
-    def put_back(self) -> bool:
+    def restore(self) -> bool:
         """Restore the object.
 
         Returns:
-            Whether the object is known to have the state of the last `keep`.
+            Whether the object is known to have the state of the last `capture`.
         """
         try:
             if self._copy is None:
@@ -279,7 +279,7 @@ class _TrackedState:
                 self._changes = fingerprint(now) != self._print
             else:
                 self._changes = not same(now, self._copy[0])
-        except Exception:  # noqa: BLE001 - as in `keep`
+        except Exception:  # noqa: BLE001 - as in `capture`
             return False
         self._copy = None
         return self._changes and self._print is not None

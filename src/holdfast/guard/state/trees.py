@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,20 +128,39 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
         return _same_tensors(first, second, tolerance)
     if type(first) is not type(second):
         return False
-    if isinstance(first, np.ndarray):
-        return bool(np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"))
-    if isinstance(first, (float, np.floating)):
-        near = abs(float(first) - float(second)) <= tolerance * abs(float(first))
-        return near or first == second or (first != first and second != second)
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(
-            same(first[k], second[k], tolerance=tolerance) for k in first
-        )
-    if isinstance(first, (list, tuple, collections.deque)):
-        return len(first) == len(second) and all(
-            same(item, other_item, tolerance=tolerance)
-            for item, other_item in zip(first, second, strict=True)
-        )
+    for kinds, compare in _COMPARISONS:
+        if isinstance(first, kinds):
+            return compare(first, second, tolerance)
+    return _same_objects(first, second, tolerance)
+
+
+def _same_arrays(
+    first: np.ndarray[Any, Any], second: np.ndarray[Any, Any], _tolerance: float
+) -> bool:
+    return bool(np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"))
+
+
+def _same_floats(first: float, second: float, tolerance: float) -> bool:
+    if abs(float(first) - float(second)) <= tolerance * abs(float(first)):
+        return True
+    are_nan = first != first and second != second
+    return first == second or are_nan
+
+
+def _same_mappings(first: Mapping[Any, Any], second: Mapping[Any, Any], tolerance: float) -> bool:
+    return first.keys() == second.keys() and all(
+        same(first[key], second[key], tolerance=tolerance) for key in first
+    )
+
+
+def _same_sequences(first: Sequence[Any], second: Sequence[Any], tolerance: float) -> bool:
+    return len(first) == len(second) and all(
+        same(item, other_item, tolerance=tolerance)
+        for item, other_item in zip(first, second, strict=True)
+    )
+
+
+def _same_objects(first: Any, second: Any, tolerance: float) -> bool:
     # An object whose class does not define `__eq__` equals only itself, so compare the attributes.
     has_own_equality = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
     if hasattr(first, "__dict__") and not has_own_equality:
@@ -149,21 +168,42 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
     return bool(first == second)
 
 
+# How to compare two values of the same type. The first kind that the values belong to counts.
+_COMPARISONS: tuple[tuple[Any, Callable[[Any, Any, float], bool]], ...] = (
+    (np.ndarray, _same_arrays),
+    ((float, np.floating), _same_floats),
+    (Mapping, _same_mappings),
+    ((list, tuple, collections.deque), _same_sequences),
+)
+
+
 def _same_tensors(first: Any, second: Any, tolerance: float) -> bool:
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         return False
     if has_no_values(first) or has_no_values(second):
         return first is second
-    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
+    if _form_of(first) != _form_of(second):
         return False
-    first, second = first.detach(), second.detach()
-    if not is_plain(first) and (same_bits(first, second) or not tolerance):
-        return same_bits(first, second)
-    values = [computable(first), computable(second)]
-    first, second = values
+    first = first.detach()
+    second = second.detach()
+    if not is_plain(first):
+        if same_bits(first, second):
+            return True
+        if not tolerance:
+            return False
+    return _same_values(computable(first), computable(second), tolerance)
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout
+
+
+def _same_values(first: torch.Tensor | None, second: torch.Tensor | None, tolerance: float) -> bool:
+    """Compare the values of two tensors, each None if torch cannot compute with its values."""
     if first is None or second is None or first.shape != second.shape:
         return False
-    if bool(((first == second) | ((first != first) & (second != second))).all()):
+    are_nan = (first != first) & (second != second)
+    if bool(((first == second) | are_nan).all()):
         return True
     if not tolerance or not first.is_floating_point():
         return False

@@ -127,7 +127,7 @@ class Attempts:
         """
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
-        self._buffers.keep()
+        self._buffers.capture()
         tensors = tensors_in(batch)
         parameters = [
             parameter
@@ -453,7 +453,7 @@ class Attempts:
 
     def begin_again(self, work: Work) -> None:
         """Copy the state that attempts may change, and clear the gradients, as `begin` does."""
-        self._buffers.keep()
+        self._buffers.capture()
         for parameter in work.parameters:
             parameter.grad = None
         work.random_state = capture(self._devices)
@@ -464,7 +464,7 @@ class Attempts:
         """Restore the random state and buffers from the start of the step, and clear gradients."""
         for parameter in work.parameters:
             parameter.grad = None
-        late = self._buffers.put_back()
+        late = self._buffers.restore()
         if late:
             self._record.emit(run_events.NotRestored(names=tuple(late)))
             work.lost += late

@@ -464,7 +464,7 @@ class StepEngine:
             work.before_retry = None
             before_retry()
         self.ranks.begin_attempt()
-        self.buffers.states.keep(look=True)
+        self.buffers.states.capture(look=True)
         if versions_of(work.tensors) != work.versions:
             raise self._safety.batch_was_changed(work.loss_fn, "the step ran out of memory")
 

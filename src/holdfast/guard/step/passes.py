@@ -192,7 +192,7 @@ class Passes:
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
-            new_snapshot=self._safety.new_snapshot,
+            new_keeper=self._safety.loss_calls.new_keeper,
             devices=self._devices,
             inputs=inputs,
         )
@@ -203,15 +203,15 @@ class Passes:
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
         """Return the number of items of each term in these parts, without changing any state."""
         random_state = capture(self._devices)
-        buffers = self._safety.new_snapshot()
-        buffers.keep()
+        buffers = self._safety.loss_calls.new_keeper()
+        buffers.capture()
         read = without_graph(
             lambda: [
                 self._forward(part, samples, loss_fn, needs_graph=False).read()
                 for part, samples in parts
             ]
         )
-        buffers.put_back()
+        buffers.restore()
         restore(random_state)
         return [counts for means, counts in read if not _is_bad(means, counts)]
 
@@ -221,7 +221,7 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        with self._safety.forbid_training_calls():
+        with self._safety.loss_calls.forbid_training_calls():
             if self._precision == "fp32":
                 return self._safety.call(loss_fn, function, fresh(part))
             with autocast(self._device_type, self._precision):
@@ -278,17 +278,11 @@ class _Tally:
         """Return the weight of each term of a part, or None if the part must be left out."""
         start = self._seen
         self._seen += samples
-        if not terms.declared:
-            terms = Terms(
-                means=terms.means, items=(self._weighting.count(part, samples),), declared=False
-            )
+        terms = self._with_items(terms, part, samples)
         means, counts = terms.read()
-        # A term without items should have a mean of 0 or NaN. If it does not, a trial must first
-        # show whether the term may be left out.
-        empty = [mean for mean, count in zip(means, counts, strict=True) if not count]
-        to_try = not self._empty_is_tried and any(mean and math.isfinite(mean) for mean in empty)
+        must_be_tried = self._must_be_tried(means, counts)
         if not any(counts):
-            if to_try:
+            if must_be_tried:
                 raise EmptyPartError(start)
             # A part without items has no mean, so it is left out.
             return None
@@ -298,14 +292,39 @@ class _Tally:
             return None
         if not self._estimates:
             self._estimate(terms, counts, samples, count_rest)
+        self._check_number_of_terms(counts)
+        if must_be_tried:
+            raise EmptyPartError(start)
+        self._items = [total + count for total, count in zip(self._items, counts, strict=True)]
+        return self._weights_of(counts)
+
+    def _with_items(self, terms: Terms, part: Any, samples: int) -> Terms:
+        """Return terms with their numbers of items, which are counted if none are declared."""
+        if terms.declared:
+            return terms
+        items = (self._weighting.count(part, samples),)
+        return Terms(means=terms.means, items=items, declared=False)
+
+    def _must_be_tried(self, means: Sequence[float], counts: Sequence[float]) -> bool:
+        """Return whether a trial must first show that terms without items may be left out.
+
+        A term without items should have a mean of 0 or NaN.
+        """
+        if self._empty_is_tried:
+            return False
+        empty = [mean for mean, count in zip(means, counts, strict=True) if not count]
+        return any(mean and math.isfinite(mean) for mean in empty)
+
+    def _check_number_of_terms(self, counts: Sequence[float]) -> None:
+        """Raise H203 if a part has another number of terms than the parts before it."""
         if len(counts) != len(self._estimates):
             raise _uneven(
                 f"{len(self._estimates)} terms for one part of the batch and {len(counts)} for"
                 " another"
             )
-        if to_try:
-            raise EmptyPartError(start)
-        self._items = [total + count for total, count in zip(self._items, counts, strict=True)]
+
+    def _weights_of(self, counts: Sequence[float]) -> list[float]:
+        """Return the weight of each term of a part: its share of the estimated items."""
         return [
             count / estimate if count else 0.0
             for count, estimate in zip(counts, self._estimates, strict=True)
@@ -339,25 +358,33 @@ class _Tally:
     def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
         """Rescale the gradients to the actual number of items, and return the result."""
         if self._loss is None:
-            if self._bad is None:
-                raise bad_items(0)
-            # All parts were dropped. Set the gradients to NaN, as backward through such a loss
-            # would do.
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    parameter.grad = torch.full_like(parameter, math.nan)
-            return PassResult(self._bad, self._size)
-        factor = self._estimates[0] / self._items[0] if self._is_mean else 1.0
+            return self._finish_without_parts(parameters)
         if self._several and self._items != self._estimates:
             raise _uneven(
                 f"items of {self._estimates} in one forward pass and of {self._items} in the next"
             )
+        factor = self._estimates[0] / self._items[0] if self._is_mean else 1.0
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-        good = self._size - sum(end - start for start, end in self._dropped)
-        return PassResult(
-            self._loss * factor, self._items[0] if self._declared else good, tuple(self._dropped)
-        )
+        items = self._items[0]
+        if not self._declared:
+            items = self._size - sum(end - start for start, end in self._dropped)
+        return PassResult(self._loss * factor, items, tuple(self._dropped))
+
+    def _finish_without_parts(self, parameters: Sequence[torch.Tensor]) -> PassResult:
+        """Return the result if all parts were left out.
+
+        Raises:
+            BatchError: H203 if no part has items.
+        """
+        if self._bad is None:
+            raise bad_items(0)
+        # All parts were dropped. Set the gradients to NaN, as backward through such a loss would
+        # do.
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, math.nan)
+        return PassResult(self._bad, self._size)
 
 
 def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:

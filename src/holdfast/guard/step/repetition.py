@@ -137,7 +137,7 @@ class Repetition:
         if versions_of(work.tensors) != work.versions:
             self._report_not_repeated("loss_fn changes its batch in place")
             return
-        first = self._guarded(lambda: self._keep_first_pass(work, attempt))
+        first = self._guarded(lambda: self._capture_first_pass(work, attempt))
         if isinstance(first, _Failed):
             # Nothing has changed yet.
             self._report_not_repeated(first.why)
@@ -184,10 +184,10 @@ class Repetition:
             repeated=self._repeated_steps,
         )
 
-    def _keep_first_pass(self, work: Work, attempt: StepAttempt) -> _FirstPass:
+    def _capture_first_pass(self, work: Work, attempt: StepAttempt) -> _FirstPass:
         """Copy the result of the first pass and the state at its end."""
-        buffers = self._attempts.safety.new_snapshot()
-        buffers.keep()
+        buffers = self._attempts.safety.loss_calls.new_keeper()
+        buffers.capture()
         return _FirstPass(
             # A CUDA graph would overwrite the loss and the gradients in its next run.
             loss=attempt.loss.clone(),
@@ -200,7 +200,7 @@ class Repetition:
         """Restore the result of the first pass and the state at its end."""
         for parameter, gradient in first.gradients.items():
             parameter.grad = gradient
-        not_restored = first.buffers.put_back()
+        not_restored = first.buffers.restore()
         if not_restored:
             self._record.emit(run_events.NotRestored(names=tuple(not_restored)))
         restore(first.random_state)
@@ -259,7 +259,7 @@ class Repetition:
         """
         for parameter in work.parameters:
             parameter.grad = None
-        changed = self._buffers.put_back()
+        changed = self._buffers.restore()
         if changed:
             # There are no copies of these from the start of the step.
             raise _StartUnknownError(changed)

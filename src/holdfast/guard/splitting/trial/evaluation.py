@@ -123,9 +123,9 @@ class LossEvaluator:
         Args:
             seed: The seed for the random numbers of the evaluation.
         """
-        self.states.put_back()
+        self.states.restore()
         if self.buffers is not None:
-            self.buffers.put_back()
+            self.buffers.restore()
         seed_cpu(seed)
 
     def call(self, function: Callable[[Any], Any], samples: Any) -> Any:
@@ -183,7 +183,7 @@ def trial_mode(evaluator: LossEvaluator) -> Iterator[LossEvaluator]:
     restored on exit.
     """
     buffers = BufferKeeper(dict(evaluator.models))
-    buffers.keep()
+    buffers.capture()
     evaluator = replace(evaluator, buffers=buffers)
     math_attention: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if evaluator.devices():

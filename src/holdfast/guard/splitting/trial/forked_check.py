@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from holdfast.core.forked import NoAnswer, run_in_forked_copy
 from holdfast.guard.splitting.loss_functions import CalledInsideError
-from holdfast.guard.splitting.split_result import SplitCheckResult
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult
 from holdfast.memory import onednn
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.eager import eager

@@ -22,15 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.guard.splitting.comparer import NUM_SEEDS, Comparer, cut
-from holdfast.guard.splitting.evaluation import LossEvaluator, trial_mode
-from holdfast.guard.splitting.searches import (
-    find_changed_buffer,
-    find_selection,
-    search_side_effects,
-)
-from holdfast.guard.splitting.split_result import SplitCheckResult, combine
-from holdfast.guard.splitting.subsets import (
+from holdfast.guard.splitting.trial.comparer import NUM_SEEDS, Comparer, cut
+from holdfast.guard.splitting.trial.evaluation import LossEvaluator, trial_mode
+from holdfast.guard.splitting.trial.selection import find_selection
+from holdfast.guard.splitting.trial.side_effects import find_changed_buffer, search_side_effects
+from holdfast.guard.splitting.trial.split_result import SplitCheckResult, combine
+from holdfast.guard.splitting.trial.subsets import (
     TRIAL_SAMPLES,
     consecutive_subsets,
     first_samples,
@@ -82,7 +79,7 @@ class SplitCheck:
             The combined result of all comparisons.
         """
         split = self.evaluator.split
-        self.evaluator.states.keep()
+        self.evaluator.states.capture()
         subsets = consecutive_subsets(batch, size, split)
         changed_buffer = find_changed_buffer(self.evaluator, subsets[0])
         side_effects: tuple[str, ...] | None = None
@@ -119,7 +116,7 @@ class SplitCheck:
             micro_batch: A micro-batch of a size that is known to fit in memory.
             size: The number of samples in the micro-batch.
         """
-        self.evaluator.states.keep()
+        self.evaluator.states.capture()
         weightings = self._weightings(micro_batch, size)
         shares = [_HALF]
         if size >= TRIAL_SAMPLES:
@@ -153,7 +150,7 @@ class SplitCheck:
             include_logs: Whether to include changes that do not affect the next loss, such as
                 changes of a log, or of a counter that may have an effect later.
         """
-        self.evaluator.states.keep()
+        self.evaluator.states.capture()
         samples = batch
         if size is not None:
             samples = first_samples(batch, size, self.evaluator.split)
@@ -190,16 +187,35 @@ def _compare_subsets(comparer: Comparer, subsets: Sequence[Any]) -> list[SplitCh
         is_conclusive = result.declared or result.outcome != "exact"
         if next_subsets or is_conclusive or len(results) >= _MAX_SUBSETS:
             continue
-        failed = {weighting for earlier in results for weighting in earlier.failed}
-        remaining = [weighting for weighting in comparer.weightings if weighting not in failed]
-        if len(remaining) < 2 or not others:
-            continue
-        split = comparer.evaluator.split
-        differences = [disagreement(remaining, cut(subset, split)) for subset in others]
-        largest = max(differences)
-        if largest > MIN_DISAGREEMENT:
-            next_subsets.append(others.pop(differences.index(largest)))
+        position = _most_distinguishing(others, comparer, results)
+        if position is not None:
+            next_subsets.append(others.pop(position))
     return results
+
+
+def _most_distinguishing(
+    subsets: Sequence[Any], comparer: Comparer, results: Sequence[SplitCheckResult]
+) -> int | None:
+    """Return the position of the set in which the remaining weightings differ most.
+
+    Args:
+        subsets: The sets of samples that have not been compared.
+        comparer: Knows the candidates for the weighting.
+        results: The comparisons so far. Weightings that have failed in one of them are left out.
+
+    Returns:
+        The position, or None if no set distinguishes the remaining weightings.
+    """
+    failed = {weighting for result in results for weighting in result.failed}
+    remaining = [weighting for weighting in comparer.weightings if weighting not in failed]
+    if len(remaining) < 2 or not subsets:
+        return None
+    split = comparer.evaluator.split
+    differences = [disagreement(remaining, cut(subset, split)) for subset in subsets]
+    largest = max(differences)
+    if largest <= MIN_DISAGREEMENT:
+        return None
+    return differences.index(largest)
 
 
 def _compare_one_label(

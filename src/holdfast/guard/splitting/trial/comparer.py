@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.guard.splitting.comparison import Comparison, Quantity
-from holdfast.guard.splitting.draws import Draws, NotRepeatableError
-from holdfast.guard.splitting.evaluation import LossEvaluator, Parts, in_evaluation_mode
-from holdfast.guard.splitting.split_result import Draw, SplitCheckResult, combine
+from holdfast.guard.splitting.trial.comparison import Comparison, Quantity
+from holdfast.guard.splitting.trial.draws import Draws, NotRepeatableError
+from holdfast.guard.splitting.trial.evaluation import LossEvaluator, Parts, in_evaluation_mode
+from holdfast.guard.splitting.trial.split_result import Draw, SplitCheckResult, combine
 from holdfast.guard.splitting.weighting import Weighting
 from holdfast.loader.splitting import Split, batch_size, micro_batches
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from holdfast.guard.splitting.draws import Draws
-from holdfast.guard.splitting.evaluation import LossEvaluator, Parts
-from holdfast.guard.splitting.split_result import CheckOutcome, Draw, SplitCheckResult
+from holdfast.guard.splitting.trial.draws import Draws
+from holdfast.guard.splitting.trial.evaluation import LossEvaluator, Parts
+from holdfast.guard.splitting.trial.split_result import CheckOutcome, Draw, SplitCheckResult
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, shares
 from holdfast.guard.state.buffers import BufferKeeper
@@ -328,7 +328,7 @@ class Comparison:
             run = TwoPassRun(
                 call=evaluator.call,
                 backward=lambda loss, inputs: loss.backward(inputs=inputs),  # type: ignore[no-untyped-call]
-                new_snapshot=lambda: BufferKeeper(dict(evaluator.models)),
+                new_keeper=lambda: BufferKeeper(dict(evaluator.models)),
                 devices=evaluator.devices(),
                 inputs=evaluator.trainable_parameters,
             )

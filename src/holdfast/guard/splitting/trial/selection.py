@@ -5,6 +5,7 @@ Examples are hard-example mining (the mean of the largest quarter of the losses)
 loss selects all samples, it equals a plain mean, and a trial split shows no difference. Later, when
 it selects only some samples, splitting would change the gradient.
 
+`find_selection` compares the selections that a loss makes for some samples and for a part of them.
 A ``TorchFunctionMode`` traces one call of the loss function. It marks tensors that depend on
 parameters, on a loss or on a selection, and masks that were computed from such tensors. A selection
 counts only if the returned loss depends on it. For example, the selection in an accuracy that is
@@ -23,6 +24,7 @@ that are repeated while batches are being split can reveal selections based on t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from holdfast.guard.splitting.trial.evaluation import LossEvaluator
 
 # Functions that select by rank order, with the position of their `dim` argument and its default.
 # None means all dimensions.
@@ -193,22 +197,26 @@ class SelectionFinder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        tensors = [
-            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        ]
-        argument_marks = [
-            marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NO_MARKS
-        ]
-        if name in _TO_HOST and args[0].ndim and self._selects_for_loss(self._marks_of(args[0])):
-            self._values_left_torch = True
+        if name in _TO_HOST:
+            self._note_conversion(args[0])
+        argument_marks = self._marks_among((args, kwargs))
         if argument_marks:
             marks = self._marks_of_result(name, args, kwargs, argument_marks)
             # `__setitem__` writes into its first argument and returns None.
-            outputs = args[:1] if name == "__setitem__" else pytree.tree_leaves(result)
-            for tensor in outputs:
-                if isinstance(tensor, torch.Tensor):
-                    self._marks[tensor] = marks
+            outputs = args[:1] if name == "__setitem__" else result
+            for tensor in _tensors_in(outputs):
+                self._marks[tensor] = marks
         return result
+
+    def _note_conversion(self, tensor: torch.Tensor) -> None:
+        """Record that the values of a tensor are converted to an array or a list."""
+        if tensor.ndim and self._selects_for_loss(self._marks_of(tensor)):
+            self._values_left_torch = True
+
+    def _marks_among(self, arguments: Any) -> list[_Marks]:
+        """Return the marks of those arguments of a call that are marked tensors."""
+        marks = [self._marks_of(tensor) for tensor in _tensors_in(arguments)]
+        return [mark for mark in marks if mark != _NO_MARKS]
 
     def _marks_of(self, tensor: torch.Tensor) -> _Marks:
         marks: _Marks | None = self._marks.get(tensor)  # type: ignore[no-untyped-call]
@@ -318,6 +326,11 @@ class SelectionFinder(TorchFunctionMode):
         return None
 
 
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments or the result of a call."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _covers_first(args: Any, kwargs: Any) -> bool:
     """Return whether a reduction covers the first dimension of its argument."""
     dimensions = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -326,3 +339,47 @@ def _covers_first(args: Any, kwargs: Any) -> bool:
     dimensions = [dimensions] if isinstance(dimensions, int) else list(dimensions)
     # The modulo turns a negative dimension into the equivalent positive one.
     return not dimensions or any(dimension % max(1, args[0].ndim) == 0 for dimension in dimensions)
+
+
+def find_selection(evaluator: LossEvaluator, whole: Any, part: Any) -> str:
+    """Return the name of the function with which the loss selects samples, or an empty string.
+
+    A function selects samples if the dimension from which it selects grows with their number.
+
+    Args:
+        evaluator: Calls the loss function, whose comparisons have succeeded.
+        whole: Some samples.
+        part: Some, but not all, of these samples.
+    """
+    in_whole = _selections(evaluator, whole)
+    in_part = _selections(evaluator, part)
+    if in_whole is None or in_part is None:
+        return ""
+    if len(in_whole) == len(in_part):
+        for first, second in zip(in_whole, in_part, strict=True):
+            if first.size != second.size:
+                return first.function
+        return ""
+    # The number of selections differs. If both runs made selections, each sample probably made
+    # its own, which is harmless. If only one run did, samples may be selected.
+    if in_whole and in_part:
+        return ""
+    return (in_whole or in_part)[0].function
+
+
+def _selections(evaluator: LossEvaluator, samples: Any) -> list[Selection] | None:
+    """Return the selections that reach the loss of some samples, or None if this is unknown."""
+    finder = SelectionFinder(evaluator.models.values())
+    # The comparisons have shown that the loss can be called, so only the tracing can fail.
+    terms = None
+    with contextlib.suppress(Exception), finder:
+        terms = evaluator.terms_from_start(samples)
+    if terms is None:
+        return None
+    # With declared items, each part is weighted by the items that its threshold selects, which is
+    # exact.
+    return [
+        selection
+        for selection in finder.reaching(terms.means)
+        if not (terms.declared and selection.function == MASK)
+    ]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from holdfast.guard.splitting.loss_functions import Called
-from holdfast.guard.splitting.selection import MASK
+from holdfast.guard.splitting.trial.selection import MASK
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting
 
 # The kinds of random numbers that a loss may draw: none, separate numbers for each sample, numbers
