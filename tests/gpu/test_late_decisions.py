@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from tests.gpu.marks import NEEDS_CUDA
 from tests.own_process import in_own_process
-from torch import nn
+from tests.ports import unused_port
+from torch import distributed, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 
@@ -136,3 +138,34 @@ def assert_same_training(folder: Path, device: str) -> None:
 def test_late_and_now_give_the_same_weights(tmp_path: Path) -> None:
     """With deterministic algorithms, all state is equal bit for bit, also after skipped steps."""
     assert_same_training(tmp_path, "cuda")
+
+
+def train_replicated(run_dir: Path) -> int:
+    """Train a replicated model on a single rank, and raise if a warm step synchronizes."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(unused_port())
+    torch.cuda.set_device(0)
+    distributed.init_process_group("nccl", rank=0, world_size=1)
+    model, _ = parts("cuda")
+    replica = DistributedDataParallel(model, device_ids=[0])
+    guard = holdfast.Guard(
+        run_dir,
+        model=replica,
+        optimizer=torch.optim.AdamW(replica.parameters(), lr=1e-2, fused=True),
+        max_grad_norm=1.0,
+        save_interval_steps=None,
+        diagnose=False,
+    )
+    for number, batch in enumerate(batches("cuda", WARM_STEPS + STRICT_STEPS)):
+        if number == WARM_STEPS:
+            torch.cuda.set_sync_debug_mode("error")
+        guard.step(batch, lambda pair: F.cross_entropy(replica(pair[0]), pair[1]))
+    torch.cuda.set_sync_debug_mode("default")
+    guard.close()
+    distributed.destroy_process_group()
+    return guard.global_step
+
+
+def test_warm_steps_of_a_replicated_model_never_synchronize(tmp_path: Path) -> None:
+    """The numbers that ranks exchange in each step do not make the host wait, either."""
+    assert in_own_process(train_replicated, tmp_path) == WARM_STEPS + STRICT_STEPS

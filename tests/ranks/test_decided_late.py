@@ -5,6 +5,7 @@ They end as they would if all ranks read each result at once.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.guard.decision import HostCopy
 from holdfast.guard.run.undecided import UndecidedResult
 
 pytestmark = pytest.mark.slow
@@ -323,3 +325,64 @@ def train_with_a_spike(rank: int, run: Path, decide: str, action: str) -> list[A
 def test_a_spike_is_handled_by_all_ranks(tmp_path: Path, action: str) -> None:
     """The gate and the host judge a spike alike, on all ranks."""
     in_both_modes(train_with_a_spike, tmp_path, action)
+
+
+def read_values(rank: int, run: Path, decide: str) -> list[str]:
+    """Train, and return where a warm step reads a value of its own from a tensor."""
+    training = Training(rank)
+    created_in: dict[int, int] = {}
+    reads: list[str] = []
+    number = 0
+    is_copy_read = False
+    create, read = HostCopy.__init__, HostCopy.read
+
+    def create_noted(copy: HostCopy, values: torch.Tensor) -> None:
+        create(copy, values)
+        created_in[id(copy)] = number
+
+    def read_noted(copy: HostCopy) -> list[float]:
+        nonlocal is_copy_read
+        if created_in[id(copy)] == number:
+            reads.append(f"step {number}: HostCopy.read")
+        is_copy_read = True
+        try:
+            return read(copy)
+        finally:
+            is_copy_read = False
+
+    def noted(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any) -> Any:
+            if not is_copy_read:
+                reads.append(f"step {number}: {name}")
+            return original(tensor, *args)
+
+        return method
+
+    guard = training.guard(run, decide)
+    data = batches_of(rank)
+    for batch in data[:6]:
+        guard.step(batch, training.loss)
+    HostCopy.__init__, HostCopy.read = create_noted, read_noted
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+        setattr(torch.Tensor, name, noted(name))
+    created_in.update(dict.fromkeys(map(id, all_host_copies()), 0))
+    for batch in data[6:]:
+        number += 1
+        guard.step(batch, training.loss)
+    return reads
+
+
+def all_host_copies() -> list[HostCopy]:
+    """Return the copies that exist, such as that of the last step."""
+    return [candidate for candidate in gc.get_objects() if isinstance(candidate, HostCopy)]
+
+
+@pytest.mark.parametrize(("decide", "reads"), [("late", False), ("now", True)])
+def test_a_warm_late_step_reads_only_values_of_the_step_before(
+    tmp_path: Path, decide: str, reads: bool
+) -> None:
+    """The host reads nothing for which a device would have to catch up with it."""
+    for returned in all_returned(run_ranks(read_values, 2, tmp_path, decide)):
+        assert bool(returned) == reads, returned

@@ -268,8 +268,9 @@ class PendingRows:
             if self._copy is None:
                 self.start_reading()
             assert self._copy is not None
-            numbers = torch.tensor(self._copy.read(), dtype=torch.float64)
-            self._rows = rows_of(numbers.view(-1, _WIDTH).tolist())
+            numbers = self._copy.read()
+            begins = range(0, len(numbers), _WIDTH)
+            self._rows = rows_of(numbers[begin : begin + _WIDTH] for begin in begins)
             self._rows.check()
         return self._rows
 
