@@ -798,7 +798,7 @@ class Guard:
         """
         self._session.check_not_in_step()
         self._session.check_averages(required=True)
-        self._settle()
+        self._settle_without_others()
         with ExitStack() as self._swapped:
             self._swapped.enter_context(self._parts.averages_swapped_in(self._session.state))
             yield

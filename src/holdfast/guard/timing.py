@@ -26,6 +26,7 @@ from holdfast.guard.state.work import Work
 from holdfast.guard.step.repetition import is_repetition_due
 from holdfast.loader.random_state import RandomState, changed_generators
 from holdfast.memory.tensors import versions_of
+from holdfast.numerics.eager import anything_compiled
 
 # The optimizers whose fused implementation reads ``found_inf`` (torch 2.11 to 2.13). Only
 # these exact types have the gate, since a subclass may do more in its ``step`` than the kernel.
@@ -43,6 +44,7 @@ class Reason:
 
 
 _NOT_RECORDED = Reason(why=None)
+_AVERAGE_IS_USED = Reason(why="the loss function uses an average (averaged=)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class BeforeStep:
     undecided_steps: int
     # Whether no divergence is suspected.
     is_calm: bool
+    # Whether a loss function was seen to use an average.
+    average_is_used: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,8 @@ class AfterBackward:
     context: RunContext
     work: Work
     attempt: UnreadAttempt
+    # Whether a loss function was seen to use an average.
+    average_is_used: bool
 
 
 RunRule: TypeAlias = Callable[[RunContext], Reason | None]
@@ -86,13 +92,6 @@ def additional_state(context: RunContext) -> Reason | None:
     if not names:
         return None
     return Reason(why=f"a device cannot undo changes to the objects passed as state= ({names[0]})")
-
-
-def averaged_weights(context: RunContext) -> Reason | None:
-    """An average counts its updates on the host, which the device cannot undo."""
-    if not context.parts.averages:
-        return None
-    return Reason(why="an average (averaged=) counts its updates on the host")
 
 
 def several_devices(context: RunContext) -> Reason | None:
@@ -113,7 +112,6 @@ def device_without_events(context: RunContext) -> Reason | None:
 
 RUN_RULES: tuple[RunRule, ...] = (
     additional_state,
-    averaged_weights,
     several_devices,
     device_without_events,
 )
@@ -186,6 +184,19 @@ def several_batches(begin: BeforeStep) -> Reason | None:
     return Reason(why="a step over a window of batches reads the number of items of each batch")
 
 
+def average_that_compiled_code_may_use(begin: BeforeStep) -> Reason | None:
+    """In compiled code, nothing notices that an average is used before it is up to date."""
+    parts = begin.context.parts
+    if not parts.averages or not (parts.compiled or anything_compiled()):
+        return None
+    return Reason(why="compiled code may use an average (averaged=) before it is up to date")
+
+
+def average_that_the_loss_uses(begin: BeforeStep) -> Reason | None:
+    """The average must include the last step before the loss function uses it."""
+    return _AVERAGE_IS_USED if begin.average_is_used else None
+
+
 def short_of_memory(begin: BeforeStep) -> Reason | None:
     """While a remedy is in use, each committed step may change the next plan."""
     ladder = begin.context.ladder
@@ -230,6 +241,7 @@ BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
     first_step_of_an_optimizer,
     nested_step,
     several_batches,
+    average_that_compiled_code_may_use,
     observed_by_the_diagnosis,
     suspected_divergence,
 )
@@ -240,6 +252,7 @@ RANK_RULES: tuple[BeforeStepRule, ...] = (
     short_of_memory,
     frozen_parameters_that_change,
     shared_generators,
+    average_that_the_loss_uses,
 )
 
 
@@ -279,6 +292,11 @@ def parameter_without_state(end: AfterBackward) -> Reason | None:
     return None
 
 
+def average_used_in_the_attempt(end: AfterBackward) -> Reason | None:
+    """If the loss function uses an average, each step is decided now; see the rule for a step."""
+    return _AVERAGE_IS_USED if end.average_is_used else None
+
+
 def repetition_is_due(end: AfterBackward) -> Reason | None:
     """A scheduled repetition compares two passes, so their results must be read."""
     return _NOT_RECORDED if is_repetition_due(end.context) else None
@@ -295,6 +313,7 @@ AFTER_BACKWARD_RULES: tuple[AfterBackwardRule, ...] = (
     buffer_without_copy,
     frozen_parameters_have_changed,
     parameter_without_state,
+    average_used_in_the_attempt,
     repetition_is_due,
     changed_batch,
 )
@@ -378,6 +397,8 @@ class DecisionTiming:
         self.generators = GeneratorUse()
         # The names of the optimizers that have stepped in this process.
         self._stepped: set[str] = set()
+        # Whether a loss function was seen to use an average.
+        self._average_is_used = False
         # The reasons that were recorded.
         self._recorded: set[str] = set()
         # Why this rank must read the result of the current step at once, whatever others do.
@@ -424,6 +445,7 @@ class DecisionTiming:
                 shared_generators=self.generators.shared,
                 undecided_steps=undecided_steps,
                 is_calm=is_calm,
+                average_is_used=self._average_is_used,
             )
             reason = _reason_in(BEFORE_STEP_RULES, begin)
             self._reason_of_rank = _reason_in(RANK_RULES, begin)
@@ -436,12 +458,21 @@ class DecisionTiming:
 
         With several ranks, the answer may be different on other ranks.
         """
-        end = AfterBackward(context=self._context, work=work, attempt=attempt)
+        end = AfterBackward(
+            context=self._context,
+            work=work,
+            attempt=attempt,
+            average_is_used=self._average_is_used,
+        )
         return self._note(self._reason_of_rank or _reason_in(AFTER_BACKWARD_RULES, end))
 
     def note_committed(self, names: Sequence[str]) -> None:
         """Note that these optimizers have stepped."""
         self._stepped.update(names)
+
+    def note_average_use(self) -> None:
+        """Note that the loss function of the current step uses an average."""
+        self._average_is_used = True
 
     def loss_limit(self, series: str) -> float:
         """Return the loss above which the device must refuse the next step.

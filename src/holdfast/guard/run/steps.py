@@ -36,6 +36,7 @@ from holdfast.guard.run.undecided import (
     UndecidedStep,
 )
 from holdfast.guard.splitting.split_safety import LossFunction
+from holdfast.guard.state.average_use import AverageUse
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.timing import DecisionTiming
@@ -98,6 +99,8 @@ class Steps:
         self._is_exact = session.parts.device_type() == "cpu"
         # The last step, if its result has not been read yet.
         self._undecided: UndecidedStep | None = None
+        if timing.may_decide_late:
+            AverageUse(session.parts.averages.values(), self._settle_before_average_use)
 
     def step(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None
@@ -370,6 +373,12 @@ class Steps:
         if undecided is None or undecided.thread == threading.get_ident():
             self.settle_without_others()
 
+    def _settle_before_average_use(self) -> None:
+        """Bring the averages up to date before an averaged model runs its forward pass."""
+        if self.session.state.is_attempting:
+            self._timing.note_average_use()
+        self.settle_to_read()
+
     def _launch_or_decide(self, call: StepCall) -> Outcome | UndecidedStep:
         """Run a step without reading its result, unless the result turns out to be needed now.
 
@@ -503,6 +512,7 @@ class Steps:
             decision = self.recovery.judge(call.series, attempt)
             # The gate refuses every step that the host might refuse.
             assert decision is None, decision
+            self.engine.update_averages(undecided.work)
             with (
                 self.recovery.samples.about(undecided.mark),
                 undecided.surroundings.hyperparameters.restored(),

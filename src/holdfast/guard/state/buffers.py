@@ -8,7 +8,8 @@ by their version counters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -122,8 +123,7 @@ class BufferKeeper:
             The names of buffers and states that could not be restored. If a buffer changes for the
             first time, there is no copy of it to restore.
         """
-        for place, buffer in zip(self._mutable, self._before, strict=True):
-            place.module._buffers[place.key] = buffer
+        self._put(self._before)
         for buffer, copy in zip(self._before, self._copies, strict=True):
             # The data of the buffer was replaced, or the buffer was resized.
             if buffer is not copy and buffer.shape != copy.shape:  # type: ignore[union-attr]
@@ -138,6 +138,31 @@ class BufferKeeper:
             is_copied = now is not None and not has_no_values(now)
             self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
         return newly_mutable + self.states.restore()
+
+    @contextlib.contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Put the buffers of the last `capture` into the models inside the context.
+
+        On exit, the buffers that have changed since then are put back. Version counters do not
+        change, so autograd graphs remain valid.
+        """
+        current = [place.now() for place in self._mutable]
+        values = [
+            None if buffer is None or has_no_values(buffer) else buffer.detach().clone()
+            for buffer in self._before
+        ]
+        self._put(self._before)
+        _copy(_once(self._before, self._before), _once(self._copies, self._before))
+        try:
+            yield
+        finally:
+            _copy(_once(self._before, self._before), _once(values, self._before))
+            self._put(current)
+
+    def _put(self, buffers: Sequence[torch.Tensor | None]) -> None:
+        """Make these tensors the mutable buffers of the models."""
+        for place, buffer in zip(self._mutable, buffers, strict=True):
+            place.module._buffers[place.key] = buffer
 
     def can_gate(self) -> bool:
         """Return whether `gate` could undo all changes to buffers since the last `capture`.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -128,6 +128,17 @@ class StateKeeper:
         for tracked in self._tracked:
             tracked.capture(look=look)
 
+    def capture_again(self, objects: Iterable[Any]) -> None:
+        """Copy objects again that were changed since the last `capture`, but not by an attempt.
+
+        Args:
+            objects: The objects, some of those that were passed to the constructor.
+        """
+        ids = set(map(id, objects))
+        for tracked in self._tracked:
+            if id(tracked.stateful) in ids:
+                tracked.capture_again()
+
     def restore(self) -> list[str]:
         """Restore all objects to their state at the last `capture`.
 
@@ -241,6 +252,10 @@ class _TrackedState:
                 self.large = True
                 self._changes = bool(self._changes)
                 self._print = fingerprint(tree)
+
+    def capture_again(self) -> None:
+        if self._copy is not None or self._print is not None:
+            self.capture(look=True)
 
     def restore(self) -> bool:
         """Restore the object.

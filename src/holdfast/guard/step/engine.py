@@ -297,7 +297,9 @@ class StepEngine:
         except BaseException as error:
             self.take_back_after(work, error)
             raise
-        self._run_optimizers(work, attempt.groups, attempt.norms, lambda: outcome)
+        self._run_optimizers(
+            work, attempt.groups, attempt.norms, lambda: outcome, updates_averages=True
+        )
         if self._step_count < _FIRST_STEADY_STEP and self.parts.device_type() == "cpu":
             # Otherwise, memory that only the first steps need, such as a copy of the batch, would
             # stay in the heap.
@@ -362,6 +364,7 @@ class StepEngine:
                 attempt.groups,
                 attempt.measurement.norms,
                 lambda: self.outcome(work, attempt.with_facts(readout.facts()), committed=True),
+                updates_averages=False,
             )
         return readout
 
@@ -371,6 +374,8 @@ class StepEngine:
         groups: Sequence[Group],
         norms: torch.Tensor,
         outcome: Callable[[], Outcome],
+        *,
+        updates_averages: bool,
     ) -> None:
         """Step every optimizer, and update the loss scale; see `_step_optimizers`.
 
@@ -381,7 +386,7 @@ class StepEngine:
         """
         self.state.commit()
         try:
-            self._step_optimizers(work, groups, norms, outcome)
+            self._step_optimizers(work, groups, norms, outcome, updates_averages=updates_averages)
             if self.loss_scale.enabled:
                 self.loss_scale.update()
         except RuntimeError as error:
@@ -389,6 +394,25 @@ class StepEngine:
                 raise _dead_device(error) from error
             raise
         self._remedies.note_committed(work.names)
+
+    def update_averages(self, work: Work) -> None:
+        """Update the averaged models after a late step was accepted.
+
+        The next step may have been attempted already. Its forward pass has changed the buffers, but
+        the weights are still those of the accepted step.
+
+        Args:
+            work: The input of the accepted step.
+        """
+        if not self.parts.averages:
+            return
+        if not self.state.is_attempting:
+            self.parts.update_averages(work.parameters)
+            return
+        with self.buffers.as_captured():
+            self.parts.update_averages(work.parameters)
+        # If the attempt is undone, the averages must keep this update.
+        self.buffers.states.capture_again(self.parts.averages.values())
 
     def take_back_after(self, work: Work, error: BaseException) -> None:
         """Undo a step that ended with an error, or raise H403 if the device is unusable."""
@@ -531,6 +555,8 @@ class StepEngine:
         groups: Sequence[Group],
         norms: torch.Tensor,
         outcome: Callable[[], Outcome],
+        *,
+        updates_averages: bool,
     ) -> None:
         """Step the optimizers, and update the averaged models.
 
@@ -539,6 +565,8 @@ class StepEngine:
             groups: The parameter groups of the attempt.
             norms: The norm of each gradient before clipping, in the order of the groups.
             outcome: Function that returns the outcome to attach to `PartialOptimizerStep`.
+            updates_averages: Whether to update the averaged models. If not, `update_averages` must
+                be called once the step is accepted.
 
         Raises:
             PartialOptimizerStep: If an optimizer runs out of memory, unless this rank will receive
@@ -552,7 +580,7 @@ class StepEngine:
                 self.diagnosis.after_step(name)
                 self._created_state.drop_unused(name)
                 # Update the averaged models inside this block, which handles out-of-memory errors.
-                if self.parts.averages and name == names[-1]:
+                if updates_averages and self.parts.averages and name == names[-1]:
                     self.parts.update_averages(work.parameters)
                 continue
             except Exception as error:
