@@ -66,6 +66,8 @@ class ReplicatedModel(DistributedModel):
         # Whether the loss or the model starts collectives in backward. None until the first step
         # has shown this.
         self._has_collectives_in_backward: bool | None = None
+        # Whether torch has still to rebuild its buckets, in the order of the gradients.
+        self._must_rebuild: bool = wrapper.static_graph or not wrapper.find_unused_parameters
         # Why a step must be decided before its optimizer runs, once the hooks have been checked.
         self._why_decide_now: str | None = None
         self._has_checked_hook = False
@@ -91,7 +93,13 @@ class ReplicatedModel(DistributedModel):
 
     @property
     def why_decide_now(self) -> str | None:
-        """Return why the result of a step must be read before its optimizer runs, or None."""
+        """Return why the result of a step must be read before its optimizer runs, or None.
+
+        The result is empty until torch has rebuilt its buckets. All ranks do this together, after
+        an attempt that has succeeded on all of them.
+        """
+        if self._must_rebuild:
+            return ""
         if self._attempts and not self._has_checked_hook:
             # A hook can be registered only before the first backward pass.
             self._has_checked_hook = True
@@ -361,7 +369,8 @@ class ReplicatedModel(DistributedModel):
         A rank that runs its model alone at that point would wait forever. Therefore, all ranks call
         this method at the same point.
         """
-        self._wrapper.reducer._rebuild_buckets()
+        if self._wrapper.reducer._rebuild_buckets():
+            self._must_rebuild = False
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
