@@ -215,8 +215,8 @@ class Ranks(Protocol):
     def why_decide_now(self) -> str | None:
         """Return why the result of a step must be read before its optimizer runs, or None.
 
-        The answer is the same on all ranks; see `holdfast.guard.decision`. It is empty if the reason
-        passes after the first steps.
+        The answer is the same on all ranks; see `holdfast.guard.decision`. It is empty if the
+        reason passes after the first steps.
         """
         ...
 
