@@ -58,3 +58,18 @@ def test_the_exit_code_of_a_supervised_command_stays_its_own(tmp_path: Path) -> 
     assert (
         into_a_closed_pipe([*options, "--", "sh", "-c", "echo hi; exit 3"], errors_too=True)[0] == 3
     )
+
+
+def test_a_pipe_that_nobody_reads_does_not_keep_a_supervised_command(tmp_path: Path) -> None:
+    """The command has filled the pipe, and `holdfast run` still ends with its exit code."""
+    options = ["run", "--run-dir", str(tmp_path / "run"), "--grace-seconds", "1"]
+    script = "head -c 65536 /dev/zero | tr '\\0' x >&2; exit 3"
+    reading, writing = os.pipe()
+    try:
+        with Prepared(
+            [*CLI, *options, "--", "sh", "-c", script], stdout=subprocess.DEVNULL, stderr=writing
+        ) as ended:
+            assert ended.wait(timeout=300) == 3
+    finally:
+        os.close(reading)
+        os.close(writing)

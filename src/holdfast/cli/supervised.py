@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.core.errors import HoldfastError
+from holdfast.core.standard_streams import write_to_stderr_within
 from holdfast.supervise.launch.commands import CommandError, find_program
 from holdfast.supervise.launch.run_folder import choose_folder
 from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
@@ -25,6 +26,9 @@ _STDERR = 2
 _WRONG_USE = 2
 # If the run ended well and the confidence is higher than this, the confidence is not printed.
 _CERTAIN = 0.9
+# How long the verdict waits for a reader of stderr. The supervisor has already waited longer for
+# the output of the command to be read.
+_PATIENCE_SECONDS = 5.0
 
 
 def run_if_called_plainly(words: list[str]) -> None:
@@ -115,8 +119,12 @@ def _print_outcome(outcome: RunOutcome) -> None:
         f"{attempts} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run_path}",
         f"holdfast explain {shlex.quote(run_path)}",
     ]
-    for line in lines:
-        _print_error_line(f"holdfast: {line}")
+    # A pipe that is closed, or that nobody reads, must neither change the exit code nor delay it
+    # for long. The verdict is also in the run directory.
+    text = "".join(f"holdfast: {line}\n" for line in lines)
+    if not write_to_stderr_within(text, _PATIENCE_SECONDS):
+        # Python flushes stderr again at exit, which must not fail or block either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
 
 
 def _describe_verdict(outcome: RunOutcome) -> str:
@@ -139,12 +147,3 @@ def _shorten(path: Path) -> str:
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
-
-
-def _print_error_line(text: str) -> None:
-    """Print a line to stderr, ignoring a closed pipe, which must not change the exit code."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, SystemExit):
-        # Python flushes stderr again at exit, which must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
