@@ -176,12 +176,6 @@ def short_of_memory(begin: BeforeStep) -> Reason | None:
     return Reason(why="the batch size is limited, or a remedy for a lack of memory is in use")
 
 
-def observed_by_the_diagnosis(begin: BeforeStep) -> Reason | None:
-    """The diagnosis reads the gradients of the steps that it samples."""
-    is_due = begin.context.diagnosis.is_due(undecided_steps=begin.undecided_steps)
-    return _NOT_RECORDED if is_due else None
-
-
 def frozen_parameters_that_change(begin: BeforeStep) -> Reason | None:
     """The device does not undo changes to frozen parameters, as in a momentum encoder."""
     if not begin.context.buffers.states.frozen_parameters_change():
@@ -211,7 +205,6 @@ BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
     nested_step,
     several_batches,
     short_of_memory,
-    observed_by_the_diagnosis,
     frozen_parameters_that_change,
     shared_generators,
     suspected_divergence,

@@ -491,6 +491,7 @@ class Steps:
         scale are restored, and the step runs with the modes and hyperparameters of its own call.
         """
         self._remove_provisional_count(undecided)
+        self.engine.diagnosis.discard()
         self._rewind(undecided)
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY

@@ -307,6 +307,7 @@ class StepEngine:
                 attempt.measurement.norms,
                 lambda: self.outcome(work, attempt.with_facts(readout.facts()), committed=True),
             )
+        self.diagnosis.step_launched()
         return readout
 
     def _run_optimizers(
