@@ -411,7 +411,8 @@ class Observer:
 
     @_contain_errors
     def _start_copy(self, step: ObservedStep) -> None:
-        step.measurements.start_copy()
+        with _unobserved():
+            step.measurements.start_copy()
 
     def discard(self) -> None:
         """Drop all measurements that have not been noted.

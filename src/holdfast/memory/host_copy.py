@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-_PLAIN_CLASSES = (Tensor, nn.Parameter)
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class HostCopy:
@@ -56,8 +55,8 @@ class HostCopies:
         self._copies: list[tuple[list[int], HostCopy]] = []
         for positions in groups.values():
             joined = _joined([tensors[position] for position in positions])
-            # A tensor subclass may not support an asynchronous copy.
-            is_blocking = blocking or type(joined) not in _PLAIN_CLASSES
+            # A wrapper of tensors, such as a DTensor, cannot be copied into a plain tensor.
+            is_blocking = blocking or is_traceable_wrapper_subclass(joined)
             self._copies.append((positions, HostCopy(joined, blocking=is_blocking)))
 
     def read(self) -> list[Tensor]:
@@ -73,8 +72,9 @@ class HostCopies:
 
 def _group_of(position: int, tensor: Tensor) -> object:
     """Return a key that is equal for tensors that can be joined."""
-    if tensor.is_cpu or type(tensor) not in _PLAIN_CLASSES:
-        # A tensor on the CPU needs no copy, and a tensor subclass may not support `torch.cat`.
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if tensor.is_cpu or is_wrapper:
+        # A tensor on the CPU needs no copy, and a wrapper may not support `torch.cat`.
         return position
     return tensor.device, tensor.dtype
 
