@@ -55,7 +55,7 @@ class HostCopies:
         self._copies: list[tuple[list[int], HostCopy]] = []
         for positions in groups.values():
             joined = _joined([tensors[position] for position in positions])
-            # A wrapper of tensors, such as a DTensor, cannot be copied into a plain tensor.
+            # A wrapper of tensors cannot be copied into a plain tensor.
             is_blocking = blocking or is_traceable_wrapper_subclass(joined)
             self._copies.append((positions, HostCopy(joined, blocking=is_blocking)))
 
@@ -73,8 +73,8 @@ class HostCopies:
 def _group_of(position: int, tensor: Tensor) -> object:
     """Return a key that is equal for tensors that can be joined."""
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    if tensor.is_cpu or is_wrapper:
-        # A tensor on the CPU needs no copy, and a wrapper may not support `torch.cat`.
+    if is_wrapper:
+        # A wrapper of tensors, such as a DTensor, may not support `torch.cat`.
         return position
     return tensor.device, tensor.dtype
 
