@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.guard.decision import HostCopy
 from holdfast.guard.run.undecided import UndecidedResult
+from holdfast.memory.host_copy import HostCopy
 
 pytestmark = pytest.mark.slow
 
@@ -336,8 +336,8 @@ def read_values(rank: int, run: Path, decide: str) -> list[str]:
     is_copy_read = False
     create, read = HostCopy.__init__, HostCopy.read
 
-    def create_noted(copy: HostCopy, values: torch.Tensor) -> None:
-        create(copy, values)
+    def create_noted(copy: HostCopy, *args: Any, **kwargs: Any) -> None:
+        create(copy, *args, **kwargs)
         created_in[id(copy)] = number
 
     def read_noted(copy: HostCopy) -> list[float]:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from holdfast.core.containers import children_of, rebuild
 from holdfast.guard.result import PassResult, StepAttempt
+from holdfast.memory.host_copy import HostCopy
 from holdfast.numerics.gradients import GradientFacts, Group, Measurement
 
 # On an accelerator, two runs of the same step may sum in a different order. They count as equal if
@@ -127,32 +128,6 @@ def gated(optimizers: Sequence[Optimizer], refused: torch.Tensor) -> Iterator[No
                 optimizer.found_inf = value  # type: ignore[attr-defined]
 
 
-class HostCopy:
-    """A copy of a tensor in host memory, which the device makes while the host continues.
-
-    Args:
-        values: The tensor, shape ``(numbers,)``.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._copy = values
-        self._event: Any = None
-        if values.device.type == "cpu":
-            return
-        # A copy to the host is asynchronous only if its target is pinned.
-        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._copy.copy_(values, non_blocking=True)
-        self._event = torch.get_device_module(values.device).Event()
-        self._event.record()
-
-    def read(self) -> list[float]:
-        """Return the numbers. If the copy is not complete yet, this waits for it."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._copy.tolist()
-        return numbers
-
-
 class Readout:
     """The result of a step on its way from the device to the host.
 
@@ -185,7 +160,7 @@ class Readout:
 
     def _read(self) -> list[float]:
         if self._values is None:
-            self._values = self._copy.read()
+            self._values = self._copy.read().tolist()
         return self._values
 
 

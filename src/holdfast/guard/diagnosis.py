@@ -16,6 +16,7 @@ from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 from holdfast.learning.finding import Finding, with_origin
+from holdfast.learning.layers import KnownNorms
 from holdfast.learning.observer import Observer
 from holdfast.learning.subjects import Intent, Subjects
 from holdfast.numerics.gradients import Group
@@ -62,14 +63,6 @@ class Diagnosis:
         findings = self._observer.findings.all()
         return [with_origin(finding, self._origin) for finding in findings]
 
-    def is_due(self, *, undecided_steps: int) -> bool:
-        """Return whether the next step will be sampled.
-
-        Args:
-            undecided_steps: The number of steps whose results are unknown.
-        """
-        return self._observer is not None and self._observer.due(undecided_steps=undecided_steps)
-
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
         """Return a context that observes an attempt, or None if this step is not sampled."""
         if self._observer is None or not self._observer.due():
@@ -85,15 +78,31 @@ class Diagnosis:
             norms: The norm of each gradient, in the order of the groups.
         """
         if self._observer is not None:
-            self._observer.before_step(name, norms=lambda: _gradient_norms(groups, norms))
+            self._observer.before_step(name, known_norms=lambda: _known_norms(groups, norms))
 
     def after_step(self, name: str) -> None:
         """Observe the weights after a step of the optimizer with this name."""
         if self._observer is not None and self._observer.sampled:
             self._observer.after_step(name)
 
+    def step_launched(self) -> None:
+        """End the observation of a step whose result is read later, without waiting.
+
+        `step_ended` follows if the step is accepted, and `discard` if it was refused.
+        """
+        if self._observer is not None:
+            self._observer.step_launched()
+
+    def discard(self) -> None:
+        """Forget what was observed in a launched step, which was refused and is now repeated.
+
+        An attempt at the step after it, which must be repeated too, is also forgotten.
+        """
+        if self._observer is not None:
+            self._observer.discard()
+
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
-        """Observe the outcome of a step.
+        """Observe the outcome of a step, and read what was measured in it.
 
         Args:
             outcome: The outcome of the step.
@@ -102,13 +111,12 @@ class Diagnosis:
         """
         if self._observer is None:
             return
-        if self._observer.sampled:
-            notice = self._observer.hooks.take_notice()
-            if notice is not None:
-                self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and _is_traced(outcome):
             self._origin = reason
         findings = self._observer.end_step(outcome.attempt.facts.loss, names)
+        notice = self._observer.take_notice()
+        if notice is not None:
+            self._record.emit(run_events.DiagnosisLimited(why=notice))
         if findings:
             self._emit(findings)
 
@@ -167,10 +175,7 @@ def _is_traced(outcome: Outcome) -> bool:
     return outcome.provenance is not None and outcome.provenance.origin is not None
 
 
-def _gradient_norms(groups: Sequence[Group], norms: torch.Tensor) -> dict[int, float]:
-    """Return the norm of each gradient before clipping, keyed by the ``id`` of its parameter.
-
-    This synchronizes with the device.
-    """
+def _known_norms(groups: Sequence[Group], norms: torch.Tensor) -> KnownNorms:
+    """Return the norm of each gradient before clipping. The step has no NaN or Inf if it counts."""
     ids = [id(parameter) for group in groups for parameter in group.parameters]
-    return dict(zip(ids, norms.tolist(), strict=True))
+    return KnownNorms(ids=ids, norms=norms)

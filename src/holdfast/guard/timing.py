@@ -59,8 +59,6 @@ class BeforeStep:
     stepped: set[str]
     # The generators from which both the loss function and the loop draw.
     shared_generators: frozenset[str]
-    # The number of earlier steps whose results are unknown: 0 or 1.
-    undecided_steps: int
     # Whether no divergence is suspected.
     is_calm: bool
     # Whether a loss function was seen to use an average.
@@ -205,12 +203,6 @@ def short_of_memory(begin: BeforeStep) -> Reason | None:
     return Reason(why="the batch size is limited, or a remedy for a lack of memory is in use")
 
 
-def observed_by_the_diagnosis(begin: BeforeStep) -> Reason | None:
-    """The diagnosis reads the gradients of the steps that it samples."""
-    is_due = begin.context.diagnosis.is_due(undecided_steps=begin.undecided_steps)
-    return _NOT_RECORDED if is_due else None
-
-
 def frozen_parameters_that_change(begin: BeforeStep) -> Reason | None:
     """The device does not undo changes to frozen parameters, as in a momentum encoder."""
     if not begin.context.buffers.states.frozen_parameters_change():
@@ -242,7 +234,6 @@ BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
     nested_step,
     several_batches,
     average_that_compiled_code_may_use,
-    observed_by_the_diagnosis,
     suspected_divergence,
 )
 
@@ -420,15 +411,12 @@ class DecisionTiming:
         elif self.may_decide_late:
             self._reason_of_run = _reason_in(RUN_RULES, context)
 
-    def must_decide_now(
-        self, batch: Any, names: Sequence[str], *, undecided_steps: int, is_calm: bool
-    ) -> bool:
+    def must_decide_now(self, batch: Any, names: Sequence[str], *, is_calm: bool) -> bool:
         """Return whether the result of the next step must be read before its optimizer runs.
 
         Args:
             batch: The batch of the step.
             names: The names of the optimizers to step.
-            undecided_steps: The number of earlier steps whose results are unknown: 0 or 1.
             is_calm: Whether no divergence is suspected. The same on all ranks.
         """
         if not self.may_decide_late:
@@ -443,7 +431,6 @@ class DecisionTiming:
                 names=names,
                 stepped=self._stepped,
                 shared_generators=self.generators.shared,
-                undecided_steps=undecided_steps,
                 is_calm=is_calm,
                 average_is_used=self._average_is_used,
             )

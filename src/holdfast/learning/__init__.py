@@ -7,10 +7,11 @@ Read the modules in this order:
 
 1. `finding`: defines a finding, and which findings explain others.
 2. `observations`: lists all measurements.
-3. `observer`: takes the measurements, with one module per subject: `models`, `optimizers`,
+3. `measurements`: carries what is measured on the device to the host, which reads it later.
+4. `observer`: takes the measurements, with one module per subject: `models`, `optimizers`,
    `layers`, `inputs`, and the package `losses`.
-4. `sampling`: decides which steps are observed, and when rules are applied.
-5. `rules`: interprets the measurements.
+5. `sampling`: decides which steps are observed, and when rules are applied.
+6. `rules`: interprets the measurements.
 
 Where to make a change:
 
@@ -18,7 +19,9 @@ Where to make a change:
   page that ``holdfast explain`` shows is in ``explain/learning_rules.md``.
 - To change which findings are hidden by others, edit `finding.EXPLAINED_BY`.
 - To change how often steps are observed, or when rules are applied, edit `sampling`.
-- To add a measurement, add a field to `observations`, and set it in the observer of its subject.
+- To add a measurement, add a field to `observations`. In the observer of its subject, a method
+  ``measure_...`` computes it on the device without reading it, and a method ``note_...`` sets the
+  field.
 
 Tracing NaN to its origin, clipping and loss spikes are in `numerics`. Code that acts on a run is in
 `guard`.

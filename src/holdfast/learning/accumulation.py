@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.learning.eager_hooks import remove_all
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import dense_gradient, streak
 from holdfast.learning.observations import ObservedOptimizer
 from holdfast.numerics.eager import is_symbolic
@@ -43,9 +44,12 @@ class AccumulationCheck:
         del self._watched[WATCHED_PARAMETERS:]
         # Copies of the gradients after backward, keyed by parameter id.
         self._accumulated: dict[int, Tensor] = {}
-        # Whether, since the last step, at least one gradient was added to a ``.grad`` that was None
-        # or zero.
-        self._started_from_zero = False
+        # Whether, since the last step, at least one gradient was added to a ``.grad`` that was
+        # None. If so, it is not necessary to know whether another one was zero.
+        self._started_without_gradient = False
+        # For each gradient since the last step that was added to an existing ``.grad``: whether
+        # that one had elements other than 0, bool, shape ``()``.
+        self._had_values: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
         for parameter in self._watched:
             before = partial(self._before_accumulation, parameter)
@@ -56,11 +60,14 @@ class AccumulationCheck:
             ]
 
     def _before_accumulation(self, parameter: Tensor, _gradient: Tensor) -> None:
-        """Record whether ``.grad`` is None or zero before backward adds to it."""
-        if self._started_from_zero or is_symbolic():
+        """Measure whether ``.grad`` is None or zero before backward adds to it."""
+        if self._started_without_gradient or is_symbolic():
             return
         gradient = dense_gradient(parameter)
-        self._started_from_zero = gradient is None or not bool(gradient.any())
+        if gradient is None:
+            self._started_without_gradient = True
+        else:
+            self._had_values.append(gradient.any())
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         """Save a copy of ``.grad`` after backward has added to it."""
@@ -70,41 +77,80 @@ class AccumulationCheck:
         if gradient is not None:
             self._accumulated[id(parameter)] = gradient.clone()
 
-    def note_step(self, observed: ObservedOptimizer) -> None:
-        """Count leaked, reversed and zeroed gradients, just before an optimizer step.
+    def measure_step(self, measurements: Measurements, observed: ObservedOptimizer) -> None:
+        """Measure leaked, reversed and zeroed gradients, just before an optimizer step.
 
         Args:
+            measurements: The measurements of the step.
             observed: The observations whose counts are updated.
         """
         if self._accumulated:
-            observed.checked += 1
-            observed.leaks = streak(observed.leaks, continues=not self._started_from_zero)
-            factors = self._factors_since_backward()
-            if factors and all(factor < 0 for factor in factors):
-                observed.reversed += 1
-            if factors and all(factor == 0 for factor in factors):
-                observed.zeroed += 1
+            note_start = partial(
+                _note_start, observed, started_without_gradient=self._started_without_gradient
+            )
+            measurements.add(note_start, *self._had_values)
+            measurements.add(partial(_note_factors, observed), *self._products_since_backward())
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradients since the last step."""
         self._accumulated.clear()
-        self._started_from_zero = False
+        self._had_values.clear()
+        self._started_without_gradient = False
 
-    def _factors_since_backward(self) -> list[float]:
-        """Return the factor by which each watched gradient was multiplied since backward.
+    def _products_since_backward(self) -> list[Tensor]:
+        """Return two numbers for each watched gradient, from which its factor follows.
 
-        The factor is the projection of the gradient onto its copy from backward: 1 if the gradient
-        was not changed, below 0 if it was reversed.
+        They are the dot product of the gradient and its copy from backward, and the squared length
+        of the copy, each of shape ``()``.
         """
-        factors = []
+        products = []
         for parameter in self._watched:
             accumulated = self._accumulated.get(id(parameter))
             current = dense_gradient(parameter)
             if accumulated is None or current is None or accumulated.shape != current.shape:
                 continue
-            projection = float((accumulated * current).sum())
-            squared_length = float(accumulated.square().sum())
-            if math.isfinite(projection) and 0 < squared_length < math.inf:
-                factors.append(projection / squared_length)
-        return factors
+            products.append((accumulated * current).sum())
+            products.append(accumulated.square().sum())
+        return products
 
     def close(self) -> None:
         """Remove the hooks."""
         remove_all(self._handles)
+
+
+def _note_start(
+    observed: ObservedOptimizer, *had_values: Tensor, started_without_gradient: bool
+) -> None:
+    """Count a step, and whether its gradients were added to those of the step before.
+
+    Args:
+        observed: The observations whose counts are updated.
+        *had_values: For each gradient that was added to an existing ``.grad``, whether that one had
+            elements other than 0.
+        started_without_gradient: Whether a gradient was added to a ``.grad`` that was None.
+    """
+    started_from_zero = started_without_gradient or not all(map(bool, had_values))
+    observed.checked += 1
+    observed.leaks = streak(observed.leaks, continues=not started_from_zero)
+
+
+def _note_factors(observed: ObservedOptimizer, *products: Tensor) -> None:
+    """Count a step whose watched gradients were reversed or zeroed between backward and the step.
+
+    A gradient's factor is its projection onto its copy from backward: 1 if it was not changed,
+    below 0 if it was reversed.
+
+    Args:
+        observed: The observations whose counts are updated.
+        *products: The numbers that `AccumulationCheck._products_since_backward` has returned.
+    """
+    numbers = [float(product) for product in products]
+    factors = []
+    for projection, squared_length in zip(numbers[::2], numbers[1::2], strict=True):
+        if math.isfinite(projection) and 0 < squared_length < math.inf:
+            factors.append(projection / squared_length)
+    if factors and all(factor < 0 for factor in factors):
+        observed.reversed += 1
+    if factors and all(factor == 0 for factor in factors):
+        observed.zeroed += 1

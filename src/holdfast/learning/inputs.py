@@ -6,12 +6,14 @@ This module only takes measurements, in sampled steps. The rules interpret them.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import append_newest, median_or_none, sample_of
 from holdfast.learning.observations import ObservedInput
 
@@ -41,35 +43,46 @@ class InputObserver:
         self._magnitudes: list[float] = []
         self._offsets: list[float] = []
 
-    def note_arguments(self, tree: Any, *, examine: bool = True) -> None:
+    def measure_arguments(
+        self, measurements: Measurements, tree: Any, *, examine: bool = True
+    ) -> None:
         """Count a forward call, and check the tensors among its arguments for NaN and Inf.
 
         Args:
+            measurements: The measurements of the step.
             tree: The arguments, as a nested structure.
-            examine: Whether to also record the scale of the largest tensor.
+            examine: Whether to also measure the scale of the largest tensor.
         """
-        self._observed.calls += 1
         tensors = tensors_in(tree)
-        if not tensors:
-            return
+        is_examined = examine and bool(tensors)
+        measurements.add(partial(self._note_call, is_examined=is_examined))
         # A tensor that requires a gradient was computed by a model, so it is not input data.
         data = [
             tensor.detach()
             for tensor in tensors
             if tensor.is_floating_point() and not tensor.requires_grad
         ]
-        self._observed.nonfinite += any(_has_nan_or_plus_infinity(tensor) for tensor in data)
-        if not examine:
+        if not data:
             return
-        self._observed.examined += 1
-        if data:
+        # The maximum of a tensor that contains NaN is NaN.
+        measurements.add(self._note_maxima, *[tensor.amax() for tensor in data])
+        if examine:
             largest = max(data, key=Tensor.numel)
-            self._note_scale(sample_of(largest, SCALE_SAMPLE_ELEMENTS).double())
+            measurements.add(self._note_scale, _scale_of(largest))
 
-    def _note_scale(self, sample: Tensor) -> None:
+    def _note_call(self, *, is_examined: bool) -> None:
+        self._observed.calls += 1
+        self._observed.examined += is_examined
+
+    def _note_maxima(self, *maxima: Tensor) -> None:
+        # -Inf is allowed, because it is common in masks.
+        self._observed.nonfinite += any(
+            math.isnan(maximum) or maximum == math.inf for maximum in map(float, maxima)
+        )
+
+    def _note_scale(self, scale: Tensor) -> None:
         # Record a sample's largest magnitude, and its mean relative to its standard deviation.
-        statistics = torch.stack([sample.mean(), sample.std(correction=0), sample.abs().max()])
-        mean, spread, magnitude = statistics.tolist()
+        mean, spread, magnitude = scale.tolist()
         append_newest(self._magnitudes, magnitude)
         if spread == 0:
             self._observed.flat += 1
@@ -84,9 +97,7 @@ class InputObserver:
         return self._observed
 
 
-def _has_nan_or_plus_infinity(tensor: Tensor) -> bool:
-    """Return whether a tensor contains NaN or +Inf. -Inf is allowed, as it is common in masks."""
-    # Computing the sum is cheap. Check each element only if the sum is not finite.
-    if math.isfinite(float(tensor.sum())):
-        return False
-    return bool((tensor.isnan() | (tensor == math.inf)).any())
+def _scale_of(tensor: Tensor) -> Tensor:
+    """Return the mean, standard deviation and largest magnitude of a sample, shape ``(3,)``."""
+    sample = sample_of(tensor, SCALE_SAMPLE_ELEMENTS).double()
+    return torch.stack([sample.mean(), sample.std(correction=0), sample.abs().max()])

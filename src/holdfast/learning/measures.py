@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,20 +82,13 @@ def dense_gradient(parameter: Tensor) -> Tensor | None:
     return gradient.detach()
 
 
-def norms_of(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the Euclidean norm of each tensor, computed in at least float32.
-
-    Synchronizes with the device once.
-    """
-    tensors = list(tensors)
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the Euclidean norm of each tensor, shape ``()``, computed in at least fp32."""
     if not tensors:
         return []
     if all(tensor.dtype == torch.float32 for tensor in tensors):
-        norms = list(torch._foreach_norm(tensors))
-    else:
-        norms = [_wide_norm(tensor) for tensor in tensors]
-    values: list[float] = torch.stack([norm.cpu() for norm in norms]).tolist()
-    return values
+        return list(torch._foreach_norm(list(tensors)))
+    return [_wide_norm(tensor) for tensor in tensors]
 
 
 def _wide_norm(tensor: Tensor) -> Tensor:

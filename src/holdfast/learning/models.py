@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import can_be_measured, sample_of
 from holdfast.learning.observations import ObservedLayer, ObservedModel
 
@@ -50,7 +52,8 @@ class ModelObserver:
             for name, parameter in self.named_parameters().items()
             if can_be_measured(parameter)
         }
-        self._observed = ObservedModel()
+        # All observations that have been noted.
+        self.observed = ObservedModel()
         # Ids of the parameters that had a gradient just before a step. They cannot be determined
         # later, because a guard drops the gradients of parameters that are not in an optimizer.
         self._had_gradient: set[int] = set()
@@ -66,54 +69,77 @@ class ModelObserver:
             if not isinstance(parameter, nn.parameter.UninitializedParameter)
         }
 
-    def note_pass_without_graph(self) -> None:
+    def measure_pass_without_graph(self, measurements: Measurements) -> None:
         """Count a forward pass without an autograd graph, as in an evaluation."""
-        self._passes_without_graph[self.module.training] += 1
+        note = partial(self._note_pass_without_graph, is_training=self.module.training)
+        measurements.add(note)
 
-    def note_step(self) -> None:
-        """Record the model's gradients and mode in a sampled step, before the optimizer steps."""
-        self._observed.observed += 1
-        self._passes_without_graph = {True: 0, False: 0}
-        self._had_gradient.update(
+    def _note_pass_without_graph(self, *, is_training: bool) -> None:
+        self._passes_without_graph[is_training] += 1
+
+    def measure_step(self, measurements: Measurements) -> None:
+        """Look at the model's gradients and mode in a sampled step, before the optimizer steps."""
+        with_gradient = [
             id(parameter) for parameter in self.module.parameters() if parameter.grad is not None
-        )
+        ]
         is_in_eval_mode = not self.module.training and any(
             not module.training for module in self._mode_dependent().values()
         )
-        if is_in_eval_mode:
-            self._observed.eval_steps += 1
+        measurements.add(partial(self._note_step, with_gradient, is_in_eval_mode=is_in_eval_mode))
+
+    def _note_step(self, with_gradient: Iterable[int], *, is_in_eval_mode: bool) -> None:
+        self.observed.observed += 1
+        self._passes_without_graph = {True: 0, False: 0}
+        self._had_gradient.update(with_gradient)
+        self.observed.eval_steps += is_in_eval_mode
 
     def note_validation(self) -> None:
         """Count a validation, and whether it ran entirely in training mode."""
         passes = self._passes_without_graph
         ran_in_training_mode = passes[True] > 0 and passes[False] == 0
-        self._observed.validations += 1
+        self.observed.validations += 1
         if ran_in_training_mode and self._mode_dependent():
-            self._observed.train_mode_validations += 1
+            self.observed.train_mode_validations += 1
         self._passes_without_graph = {True: 0, False: 0}
 
-    def observations(
-        self, in_optimizers: Collection[int], layers: Mapping[str, ObservedLayer]
-    ) -> ObservedModel:
-        """Return all observations of the model.
+    def measure(
+        self,
+        measurements: Measurements,
+        in_optimizers: Collection[int],
+        layers: Mapping[str, ObservedLayer],
+    ) -> None:
+        """Examine the model as it is now. `observed` holds the result once it has been noted.
 
         Args:
+            measurements: The measurements to add to.
             in_optimizers: Ids of all parameters that are in an optimizer.
-            layers: The observations of each parameter, keyed by parameter name.
+            layers: The observations of each parameter, keyed by parameter name. They are looked at
+                once the measurements that were added before have been noted.
         """
         learning = self._parameters_meant_to_learn()
-        self._observed.weights = _elements(learning)
-        self._note_outside(parameters_missing_from(in_optimizers, learning))
-        self._note_without_gradient(
-            parameters_without_gradient(in_optimizers, learning, layers),
-            first=next(iter(learning), ""),
+        outside = parameters_missing_from(in_optimizers, learning)
+        measurements.add(partial(self._note_learning, learning, in_optimizers, layers))
+        measurements.add(partial(self._note_outside, outside))
+        measurements.add(self._note_outside_changed, *self._changes_of(outside))
+        if not self.observed.changed:
+            measurements.add(self._note_changed, *self._changes_of(self._at_start))
+        matrices = self._matrices_with_gradient(learning)
+        measurements.add(
+            partial(self._note_symmetric, list(matrices)),
+            *[are_rows_equal(matrix) for matrix in matrices.values()],
         )
-        self._observed.symmetric = self._symmetric(learning)[:MAX_NAMES]
-        self._observed.changed = self._any_changed(self._at_start)
-        self._observed.nonfinite_buffers = self._nonfinite_running_statistics()[:MAX_NAMES]
-        self._observed.mode_dependent = list(self._mode_dependent())[:MAX_NAMES]
-        self._observed.normalizes_input = normalizes_input(self.module)
-        return self._observed
+        statistics = self._running_statistics()
+        measurements.add(
+            partial(self._note_running_statistics, list(statistics)),
+            *[buffer.isfinite().all() for buffer in statistics.values()],
+        )
+        measurements.add(
+            partial(
+                self._note_modules,
+                mode_dependent=list(self._mode_dependent())[:MAX_NAMES],
+                normalizes_input=normalizes_input(self.module),
+            )
+        )
 
     def _parameters_meant_to_learn(self) -> NamedParameters:
         """Return the parameters that require a gradient and match no `frozen` pattern."""
@@ -124,42 +150,71 @@ class ModelObserver:
             and not any(matches(name, pattern) for pattern in self._frozen)
         }
 
+    def _note_learning(
+        self,
+        learning: NamedParameters,
+        in_optimizers: Collection[int],
+        layers: Mapping[str, ObservedLayer],
+    ) -> None:
+        never = parameters_without_gradient(in_optimizers, learning, layers)
+        self.observed.weights = _elements(learning)
+        self.observed.never_gradient = list(never)[:MAX_NAMES]
+        self.observed.never_gradient_count = len(never)
+        self.observed.never_gradient_weights = _elements(never)
+        self.observed.never_gradient_first = next(iter(learning), "") in never
+
     def _note_outside(self, outside: NamedParameters) -> None:
         # `outside` contains the parameters that should learn but are not in any optimizer.
-        self._observed.outside = list(outside)[:MAX_NAMES]
-        self._observed.outside_count = len(outside)
-        self._observed.outside_weights = _elements(outside)
-        self._observed.outside_with_gradient = sum(
+        self.observed.outside = list(outside)[:MAX_NAMES]
+        self.observed.outside_count = len(outside)
+        self.observed.outside_weights = _elements(outside)
+        self.observed.outside_with_gradient = sum(
             id(parameter) in self._had_gradient for parameter in outside.values()
         )
-        self._observed.outside_changed = self._any_changed(outside)
 
-    def _note_without_gradient(self, never: NamedParameters, *, first: str) -> None:
-        # `first` is the name of the model's first trainable parameter.
-        self._observed.never_gradient = list(never)[:MAX_NAMES]
-        self._observed.never_gradient_count = len(never)
-        self._observed.never_gradient_weights = _elements(never)
-        self._observed.never_gradient_first = first in never
+    def _note_outside_changed(self, *changes: Tensor) -> None:
+        self.observed.outside_changed = any(map(bool, changes))
 
-    def _symmetric(self, learning: NamedParameters) -> list[str]:
-        """Return the names of all matrices with equal rows, other than embeddings."""
+    def _note_changed(self, *changes: Tensor) -> None:
+        self.observed.changed = any(map(bool, changes))
+
+    def _note_symmetric(self, names: Sequence[str], *are_equal: Tensor) -> None:
+        symmetric = [name for name, equal in zip(names, are_equal, strict=True) if bool(equal)]
+        self.observed.symmetric = symmetric[:MAX_NAMES]
+
+    def _note_running_statistics(self, names: Sequence[str], *are_finite: Tensor) -> None:
+        nonfinite = [
+            name for name, finite in zip(names, are_finite, strict=True) if not bool(finite)
+        ]
+        self.observed.nonfinite_buffers = nonfinite[:MAX_NAMES]
+
+    def _note_modules(self, *, mode_dependent: list[str], normalizes_input: bool) -> None:
+        self.observed.mode_dependent = mode_dependent
+        self.observed.normalizes_input = normalizes_input
+
+    def _matrices_with_gradient(self, learning: NamedParameters) -> NamedParameters:
+        """Return all matrices with several rows and columns, other than embeddings."""
         tables = {
             f"{self._prefix}{name}.weight"
             for name, module in self.module.named_modules()
             if isinstance(module, nn.Embedding)
         }
-        return [
-            name
+        return {
+            name: parameter
             for name, parameter in learning.items()
-            if name not in tables and parameter.grad is not None and has_equal_rows(parameter)
-        ]
+            if name not in tables
+            and parameter.grad is not None
+            and parameter.dim() >= 2
+            and parameter.shape[0] >= 2
+            and parameter.numel() > parameter.shape[0]
+        }
 
-    def _nonfinite_running_statistics(self) -> list[str]:
-        return [
-            self._prefix + name
+    def _running_statistics(self) -> dict[str, Tensor]:
+        return {
+            self._prefix + name: buffer
             for name, buffer in self.module.named_buffers()
-            if "running" in name and _is_dense_number(buffer) and not bool(buffer.isfinite().all())
-        ]
+            if "running" in name and _is_dense_number(buffer)
+        }
 
     def _mode_dependent(self) -> dict[str, nn.Module]:
         """Return the modules that behave differently in training mode, keyed by name."""
@@ -169,18 +224,25 @@ class ModelObserver:
             if isinstance(module, (_DropoutNd, _BatchNorm))
         }
 
-    def _any_changed(self, names: Iterable[str]) -> bool:
-        """Return whether any of these parameters was removed or differs from its first sample."""
+    def _changes_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return flags, one of which is True if any of these parameters has changed.
+
+        A parameter has changed if it was removed, or if it differs from its first sample. Each flag
+        is a bool tensor of shape ``()``.
+        """
         now = self.named_parameters()
+        changes = []
         for name in names:
             if name not in self._at_start:
                 continue
-            if name not in now:
-                return True
-            sample = torch.nan_to_num(sample_of(now[name]))
-            if not torch.equal(sample, torch.nan_to_num(self._at_start[name])):
-                return True
-        return False
+            first = self._at_start[name]
+            sample = sample_of(now[name]) if name in now else None
+            if sample is None or sample.shape != first.shape:
+                return [torch.ones((), dtype=torch.bool, device="cpu")]
+            # The model may have been moved to another device or dtype since then.
+            first = first.to(sample)
+            changes.append((torch.nan_to_num(sample) != torch.nan_to_num(first)).any())
+        return changes
 
 
 def parameters_missing_from(
@@ -208,18 +270,13 @@ def parameters_without_gradient(
     return without
 
 
-def has_equal_rows(weight: nn.Parameter) -> bool:
-    """Return whether all rows of a matrix are equal.
-
-    Returns False for a matrix with a single row or column.
-    """
-    if weight.dim() < 2 or weight.shape[0] < 2 or weight.numel() == weight.shape[0]:
-        return False
-    # Compare the first row with the last one before comparing all rows. They almost always differ,
-    # so this is faster.
-    if not torch.equal(weight[0], weight[-1]):
-        return False
-    return bool((weight.detach() == weight.detach()[:1]).all())
+def are_rows_equal(matrix: Tensor) -> Tensor:
+    """Return whether all rows of a matrix are equal, as a bool tensor of shape ``()``."""
+    matrix = matrix.detach()
+    if matrix.is_cpu and not torch.equal(matrix[0], matrix[-1]):
+        # They almost always differ, so this saves time. On another device, the host would wait.
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    return (matrix == matrix[:1]).all()
 
 
 def normalizes_input(module: nn.Module) -> bool:
@@ -232,7 +289,7 @@ def normalizes_input(module: nn.Module) -> bool:
     return bool(layers) and "Norm" in type(layers[0]).__name__
 
 
-def _is_dense_number(tensor: torch.Tensor) -> bool:
+def _is_dense_number(tensor: Tensor) -> bool:
     """Return whether `torch.isfinite` supports a tensor. Float8 and sparse tensors are excluded."""
     return can_be_measured(tensor) and tensor.layout is torch.strided and tensor.element_size() > 1
 

@@ -2,6 +2,16 @@
 
 The observer uses torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It does not
 change the results of training. The package `rules` interprets the measurements.
+
+Nothing is read from the device while a step runs. The step's measurements are collected in an
+`ObservedStep`, and are read when the step ends, in `Observer.end_step`:
+
+    begin_step, hooks     measure inputs, losses and targets
+    before_step           measure gradients
+    after_step            measure updates
+    step_launched         only if the guard decides the step late: start to copy the measurements
+    end_step              read and note the measurements, and apply the rules
+    discard               drop the measurements of a step that was undone, to be run again
 """
 
 from __future__ import annotations
@@ -10,6 +20,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
@@ -20,10 +31,11 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.learning.eager_hooks import EagerHooks, Hook
 from holdfast.learning.finding import Finding
 from holdfast.learning.inputs import InputObserver
-from holdfast.learning.layers import LayerObserver
+from holdfast.learning.layers import KnownNorms, LayerObserver
 from holdfast.learning.losses.function_mode import FunctionMode
 from holdfast.learning.losses.sites import LossSites
 from holdfast.learning.losses.sources import unscaled
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import median_or_none, streak
 from holdfast.learning.models import ModelObserver
 from holdfast.learning.observations import Observations
@@ -46,6 +58,8 @@ MAX_CALLS_PER_STEP = 4
 MAX_BACKWARDS_WITHOUT_STEP = 400
 # Maximum number of losses that are kept between two optimizer steps, one per backward pass.
 MAX_PENDING_LOSSES = 64
+# Maximum number of measurements that are kept without a guard, where a step may never end.
+MAX_PENDING_MEASUREMENTS = 1000
 # Number of training losses whose median is compared with a validation loss.
 LOSSES_BEFORE_VALIDATION = 10
 
@@ -82,6 +96,22 @@ def _unobserved() -> Iterator[None]:
     """Return a context manager that disables gradient recording and function modes."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         yield
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedStep:
+    """What is known about a step whose measurements have not been noted yet."""
+
+    measurements: Measurements = field(default_factory=Measurements)
+    # Whether its passes are observed.
+    sampled: bool = False
+    # The names of the optimizers that have stepped.
+    stepped: list[str] = field(default_factory=list)
+    # Whether rules are applied at the end of the step, and whether window rules are among them.
+    is_judged: bool = False
+    windows: bool = False
+    # Whether the step was sampled without hooks, because the process compiles code.
+    is_limited: bool = False
 
 
 class Observer:
@@ -129,8 +159,12 @@ class Observer:
         self.mode = FunctionMode(self._losses, self._on_backward, self._on_weight)
         self.hooks = EagerHooks(self.mode, disabled=subjects.compiled)
 
-        # Whether the current step is sampled.
-        self.sampled = False
+        # The step that is running, or the next one between two steps.
+        self._current = ObservedStep()
+        # The step before it, if its optimizer has been launched but its result is unknown.
+        self._launched: ObservedStep | None = None
+        # Whether the last step was sampled without hooks; see `ObservedStep`.
+        self._is_limited = False
         # Number of completed steps, summed over all optimizers, and how many of them were sampled.
         self._ended_steps = 0
         self._sampled_steps = 0
@@ -146,10 +180,15 @@ class Observer:
     def install(self) -> None:
         """Start observing, either for the first time or again after `close`."""
         self._run.ended = False
+        self.discard()
         for optimizer in self._optimizers.values():
             optimizer.open()
         if not self._guided:
             self.hooks.register_until_close(self._hook_inputs())
+
+    def take_notice(self) -> str | None:
+        """Return why most observations of the last step are off, once; None if they are on."""
+        return self.hooks.take_notice() if self._is_limited else None
 
     def close(self) -> None:
         """Remove all hooks. May be called several times."""
@@ -174,19 +213,24 @@ class Observer:
                 most = optimizer.observed.steps
         return most
 
-    def due(self, *, undecided_steps: int = 0) -> bool:
-        """Return whether the next step should be sampled.
+    @property
+    def sampled(self) -> bool:
+        """Whether the current step is sampled."""
+        return self._current.sampled
 
-        Args:
-            undecided_steps: The number of steps that have run but have not ended yet, because their
-                results are unknown.
-        """
+    def due(self) -> bool:
+        """Return whether the next step, or the current one, should be sampled."""
         if self.failure is not None:
             return False
-        if self._run.backwards_since_step > MAX_BACKWARDS_WITHOUT_STEP:
+        # A launched step that counts has reset this number.
+        is_stepping = self._launched is not None
+        if not is_stepping and self._run.backwards_since_step > MAX_BACKWARDS_WITHOUT_STEP:
             return False
-        step = self._ended_steps + undecided_steps
-        return is_selected(step, len(self._optimizers), SAMPLED)
+        return is_selected(self._step_number(), len(self._optimizers), SAMPLED)
+
+    def _step_number(self) -> int:
+        """Return the number of steps before the current one, including one that was launched."""
+        return self._ended_steps + (self._launched is not None)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that observes the training passes in its body.
@@ -209,12 +253,12 @@ class Observer:
     @_contain_errors
     def begin_sampling(self) -> None:
         """Begin a sampled step: register hooks on the models and reset the per-step counters."""
-        examine = is_selected(self._ended_steps, len(self._optimizers), EXAMINED)
-        self.sampled = True
+        examine = is_selected(self._step_number(), len(self._optimizers), EXAMINED)
+        self._current.sampled = True
         self._calls = 0
         self._in_forward = False
         self._losses.begin_pass()
-        self.mode.begin_step(examine=examine)
+        self.mode.begin_step(self._current.measurements, examine=examine)
         if examine:
             self._owned = self._parameters_of_models() | self._parameters_of_optimizers()
         self.hooks.begin_step(self._hooks_of_step())
@@ -235,9 +279,12 @@ class Observer:
 
     @_contain_errors
     def _before_forward(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the inputs of a training call, or count a call without an autograd graph."""
+        """Measure the inputs of a training call, or count a call without an autograd graph."""
+        measurements = self._current.measurements
+        if not self._guided and len(measurements) > MAX_PENDING_MEASUREMENTS:
+            self._note_measurements()
         if not torch.is_grad_enabled():
-            self._models[name].note_pass_without_graph()
+            self._models[name].measure_pass_without_graph(measurements)
             return
         # Calls during backward are recomputations by activation checkpointing.
         if not self.sampled or self.mode.in_backward:
@@ -247,7 +294,9 @@ class Observer:
         if self._calls <= MAX_CALLS_PER_STEP:
             arguments = (args, kwargs) if kwargs else args
             with _unobserved():
-                self._inputs[name].note_arguments(arguments, examine=self.mode.examine)
+                self._inputs[name].measure_arguments(
+                    measurements, arguments, examine=self.mode.examine
+                )
 
     @_contain_errors
     def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -261,20 +310,27 @@ class Observer:
         if not self._in_forward or id(weight) in self._owned:
             return
         if weight.requires_grad and weight.is_leaf:
-            self._strays.add(id(weight))
+            self._current.measurements.add(partial(self._strays.add, id(weight)))
 
     @_contain_errors
     def _on_backward(self, loss: Tensor) -> None:
         """Count a backward pass. Without a guard, also keep its loss for the optimizer step."""
-        self._run.backwards += 1
-        self._run.backwards_since_step += 1
+        self._current.measurements.add(self._note_backward)
         self._losses.begin_pass()
-        if loss.numel() != 1 or self._guided:
+        if self._guided:
+            return
+        # The step may never end, for example because the script has forgotten `optimizer.step()`.
+        self._note_measurements()
+        if loss.numel() != 1:
             return
         value = unscaled(loss)
         for optimizer in self._optimizers.values():
             optimizer.pending_losses.append(value)
             del optimizer.pending_losses[:-MAX_PENDING_LOSSES]
+
+    def _note_backward(self) -> None:
+        self._run.backwards += 1
+        self._run.backwards_since_step += 1
 
     # --- optimizer steps ------------------------------------------------------------------------
 
@@ -284,40 +340,49 @@ class Observer:
         name: str,
         *,
         closure: bool = False,
-        norms: Callable[[], Mapping[int, float]] | None = None,
+        known_norms: Callable[[], KnownNorms] | None = None,
     ) -> None:
         """Observe an optimizer just before it steps.
 
         Args:
             name: Name of the optimizer.
             closure: Whether `step` was called with a closure.
-            norms: If given, returns the gradient norms before clipping, keyed by parameter id.
+            known_norms: Function that returns the gradient norms before clipping. None if they are
+                unknown; the host then waits for them.
         """
         optimizer = self._optimizers[name]
-        optimizer.begin_step(closure=closure)
-        self._note_step_of_schedulers(optimizer)
-        if not self.sampled:
-            self._run.backwards_since_step = 0
+        optimizer.observed.uses_closure = optimizer.observed.uses_closure or closure
+        step = self._current
+        step.stepped.append(name)
+        optimizer.measure_step(step.measurements)
+        self._measure_step_of_schedulers(optimizer)
+        if not step.sampled:
+            step.measurements.add(self._note_optimizer_step)
             return
         for model in self._models.values():
-            model.note_step()
+            model.measure_step(step.measurements)
         if closure:
             return
         with _unobserved():
-            gradients = self._layers.before_step(
+            self._layers.measure_gradients(
+                step.measurements,
                 name,
                 optimizer.parameters(),
-                norms() if norms is not None else None,
+                optimizer.note_gradients,
+                None if known_norms is None else known_norms(),
                 weights=self.mode.examine,
             )
-            optimizer.note_gradients(gradients)
+            optimizer.measure_accumulation(step.measurements)
 
-    def _note_step_of_schedulers(self, optimizer: OptimizerObserver) -> None:
+    def _measure_step_of_schedulers(self, optimizer: OptimizerObserver) -> None:
         for scheduler in self._schedulers.values():
             # A scheduler without an ``optimizer`` attribute is counted for every optimizer.
             advanced = getattr(scheduler.scheduler, "optimizer", optimizer.optimizer)
             if advanced is optimizer.optimizer:
-                scheduler.note_step()
+                scheduler.measure_step(self._current.measurements)
+
+    def _note_optimizer_step(self) -> None:
+        self._run.backwards_since_step = 0
 
     @_contain_errors
     def after_step(self, name: str) -> None:
@@ -326,12 +391,38 @@ class Observer:
         A guard calls this only in sampled steps.
         """
         optimizer = self._optimizers[name]
-        self._run.backwards_since_step = 0
-        moved = False
-        if self.sampled and not optimizer.observed.uses_closure:
+        step = self._current
+        step.measurements.add(self._note_optimizer_step)
+        if step.sampled and not optimizer.observed.uses_closure:
             with _unobserved():
-                moved = self._layers.after_step()
-        optimizer.end_step(moved=moved, has_loss=self._guided)
+                self._layers.measure_update(step.measurements, optimizer.note_update)
+        step.measurements.add(partial(optimizer.end_step, has_loss=self._guided))
+
+    def step_launched(self) -> None:
+        """End the measurements of a step whose result is still unknown.
+
+        Call `end_step` once the step is known to count, and `discard` if it has to be repeated.
+        """
+        step = self._current
+        self._launched = step
+        self._current = ObservedStep()
+        self._end_measurements(step)
+        self._start_copy(step)
+
+    @_contain_errors
+    def _start_copy(self, step: ObservedStep) -> None:
+        with _unobserved():
+            step.measurements.start_copy()
+
+    def discard(self) -> None:
+        """Drop all measurements that have not been noted.
+
+        The steps that they belong to, which are the current and the launched one, run again.
+        """
+        self._launched = None
+        self._current = ObservedStep()
+        for optimizer in self._optimizers.values():
+            optimizer.forget_gradients()
 
     def end_step(self, loss: float | None = None, names: Sequence[str] = ()) -> list[Finding]:
         """End a step, and return the findings that no earlier call has returned.
@@ -340,55 +431,111 @@ class Observer:
             loss: The mean loss of the step, or None if the caller does not know it.
             names: Names of the optimizers that stepped. If empty, all of them did.
         """
+        step = self._launched
+        if step is None:
+            step = self._current
+            self._current = ObservedStep()
+            self._end_measurements(step)
+        self._launched = None
+        self._is_limited = step.is_limited
+        self._note(step)
         if loss is not None:
             for name, optimizer in self._optimizers.items():
                 if not names or name in names:
                     optimizer.add_loss(loss)
         self._ended_steps += 1
-        windows = is_end_of_window(self.steps, self._run.total_steps)
-        if not (windows or self.sampled):
+        self._sampled_steps += step.sampled
+        if not (step.windows or step.sampled):
             return []
-        self._judge_step(windows=windows)
+        if not self._guided:
+            self.hooks.end_step()
+        if step.is_judged:
+            self._judge_step(windows=step.windows)
         return self.findings.take_fresh()
 
     @_contain_errors
-    def _judge_step(self, *, windows: bool) -> None:
-        """Finish a sampled step, and apply the rules if they are due."""
-        due = windows
-        if self.sampled:
-            self.sampled = False
-            self.hooks.end_step()
-            self._note_clipping()
-            self._sampled_steps += 1
-            due = due or is_judged_after(self._sampled_steps, len(self._optimizers))
-        if due:
-            self._judge(windows=windows)
+    def _end_measurements(self, step: ObservedStep) -> None:
+        """Take the last measurements of a step, and determine whether rules are applied after it.
 
-    def _note_clipping(self) -> None:
+        These measurements show the models and optimizers as the step has left them.
+        """
+        step.windows = is_end_of_window(self._steps_after(step), self._run.total_steps)
+        step.is_judged = step.windows
+        if step.sampled:
+            step.is_limited = self.hooks.disabled
+            too_early = self.mode.clipped_too_early()
+            step.measurements.add(partial(self._note_clipping, too_early=too_early))
+            if is_judged_after(self._sampled_steps + 1, len(self._optimizers)):
+                step.is_judged = True
+        if step.is_judged:
+            with _unobserved():
+                self._measure_subjects(step.measurements)
+
+    def _steps_after(self, step: ObservedStep) -> int:
+        """Return the number of steps, as in `steps`, once a step has been noted."""
+        most = 0
+        for name, optimizer in self._optimizers.items():
+            steps = optimizer.observed.steps + step.stepped.count(name)
+            if steps > most:
+                most = steps
+        return most
+
+    @_contain_errors
+    def _note_measurements(self) -> None:
+        """Note the measurements of the current step so far."""
+        self._current.stepped.clear()
+        with _unobserved():
+            self._current.measurements.note_all()
+
+    @_contain_errors
+    def _note(self, step: ObservedStep) -> None:
+        """Note the measurements of a step that has ended."""
+        with _unobserved():
+            step.measurements.note_all()
+
+    @_contain_errors
+    def _judge_step(self, *, windows: bool) -> None:
+        """Apply the rules after a step. Its subjects have been measured."""
+        self._judge(windows=windows, ended=False)
+
+    def _note_clipping(self, *, too_early: bool | None) -> None:
         """Count consecutive sampled steps that clipped gradients only before backward."""
-        too_early = self.mode.clipped_too_early()
         if too_early is not None:
             self._run.early_clips = streak(self._run.early_clips, continues=too_early)
 
     # --- judging --------------------------------------------------------------------------------
 
     def observations(self) -> Observations:
-        """Return all measurements so far. Later steps update the same object."""
+        """Measure the models and optimizers as they are now, and return all observations.
+
+        Later steps update the same object.
+        """
+        self._note_measurements()
+        measurements = Measurements()
+        with _unobserved():
+            self._measure_subjects(measurements)
+            measurements.note_all()
+        return self._gathered()
+
+    def _measure_subjects(self, measurements: Measurements) -> None:
+        """Measure the models and optimizers as they are now."""
         in_models = self._parameters_of_models()
         in_optimizers = self._parameters_of_optimizers()
+        for optimizer in self._optimizers.values():
+            optimizer.measure(measurements, in_models)
+        for model in self._models.values():
+            model.measure(measurements, in_optimizers, self._layers.layers)
+
+    def _gathered(self) -> Observations:
+        """Return all observations that have been noted."""
         run = self._run
         run.steps = self.steps
         run.strays = len(self._strays)
         run.layers = self._layers.observations()
         run.losses = self._losses.observations()
         run.inputs = {name: inputs.observations() for name, inputs in self._inputs.items()}
-        run.optimizers = {
-            name: optimizer.observations(in_models) for name, optimizer in self._optimizers.items()
-        }
-        run.models = {
-            name: model.observations(in_optimizers, run.layers)
-            for name, model in self._models.items()
-        }
+        run.optimizers = {name: optimizer.observed for name, optimizer in self._optimizers.items()}
+        run.models = {name: model.observed for name, model in self._models.items()}
         run.schedulers = {name: scheduler.observed for name, scheduler in self._schedulers.items()}
         return run
 
@@ -406,15 +553,16 @@ class Observer:
             for parameter in optimizer.parameters()
         }
 
-    def _judge(self, *, windows: bool, ended: bool = False) -> None:
+    def _judge(self, *, windows: bool, ended: bool) -> None:
         with _unobserved():
-            run = self.observations()
+            run = self._gathered()
         run.ended = ended
         self.findings.judge(run, windows=windows)
 
     @_contain_errors
     def validated(self, loss: float) -> None:
         """Record the loss of an evaluation. Lower is better."""
+        self._note_measurements()
         histories = [optimizer.observed.losses for optimizer in self._optimizers.values()]
         history = next((losses for losses in histories if losses), [])
         newest = [value for _, value in history[-LOSSES_BEFORE_VALIDATION:]]
@@ -429,11 +577,13 @@ class Observer:
     @_contain_errors
     def finish(self) -> None:
         """Apply all rules to the observations of the whole run, once it has ended."""
+        self.observations()
         self._judge(windows=True, ended=True)
 
     @_contain_errors
     def judge_now(self) -> None:
         """Apply all rules to the run so far."""
+        self.observations()
         self._judge(windows=True, ended=self._run.ended)
 
     # --- state ----------------------------------------------------------------------------------

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.learning.accumulation import AccumulationCheck
 from holdfast.learning.layers import Gradients
 from holdfast.learning.learning_rate import rate_of
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import append_bounded, streak
 from holdfast.learning.observations import ObservedOptimizer, ObservedScheduler
 
@@ -69,15 +71,23 @@ class OptimizerObserver:
         rates = [rate_of(group) for group in self.optimizer.param_groups]
         return max(rates, default=0.0)
 
-    def begin_step(self, *, closure: bool) -> None:
-        """Count a step, and record its learning rate, just before the optimizer steps.
+    def measure_step(self, measurements: Measurements) -> None:
+        """Count a step, and look at its learning rate, just before the optimizer steps."""
+        numbers = []
+        tensors = []
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor):
+                # A scheduler changes the tensor in place.
+                tensors.append(rate.detach().clone())
+            else:
+                numbers.append(rate_of(group))
+        measurements.add(partial(self._note_step, numbers), *tensors)
 
-        Synchronizes with the device once if learning rates are tensors.
-        """
+    def _note_step(self, numbers: Sequence[float], *tensors: Tensor) -> None:
         observed = self.observed
-        lr = self._learning_rate()
+        lr = max([*numbers, *map(float, tensors)], default=0.0)
         observed.steps += 1
-        observed.uses_closure = observed.uses_closure or closure
         # Use the smaller of this rate and the previous one, to ignore a rate that was only used in
         # a single step: it was an accident, or the step was rolled back.
         observed.largest_lr = max(observed.largest_lr, min(lr, observed.lr))
@@ -86,6 +96,16 @@ class OptimizerObserver:
         observed.zero_lr_steps = streak(observed.zero_lr_steps, continues=is_zero)
         observed.low_lr_steps = streak(observed.low_lr_steps, continues=is_low)
         observed.lr = lr
+
+    def measure_accumulation(self, measurements: Measurements) -> None:
+        """Measure how the gradients of a sampled step were accumulated, if that is checked."""
+        if self._accumulation is not None:
+            self._accumulation.measure_step(measurements, self.observed)
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients since the last step, which was undone."""
+        if self._accumulation is not None:
+            self._accumulation.forget()
 
     def note_gradients(self, gradients: Gradients) -> None:
         """Record the gradients that were measured just before a sampled step."""
@@ -106,19 +126,19 @@ class OptimizerObserver:
                 observed.first_nonfinite_gradient = observed.steps
             if not observed.nonfinite_names:
                 observed.nonfinite_names = gradients.nonfinite
-        if self._accumulation is not None:
-            self._accumulation.note_step(observed)
 
-    def end_step(self, *, moved: bool, has_loss: bool) -> None:
-        """Record the outcome of a step, after the optimizer has stepped.
+    def note_update(self, changed: int) -> None:
+        """Record in how many parameters a step has changed weights."""
+        if changed:
+            self.observed.moved += 1
+
+    def end_step(self, *, has_loss: bool) -> None:
+        """Record the end of a step.
 
         Args:
-            moved: Whether a change of the weights was observed in this step.
             has_loss: Whether the caller records the loss with `add_loss`. If False, the loss of the
                 last backward pass is recorded.
         """
-        if moved:
-            self.observed.moved += 1
         if self.pending_losses and not has_loss:
             self.add_loss(self.pending_losses[-1])
         self.pending_losses.clear()
@@ -140,26 +160,33 @@ class OptimizerObserver:
             observed.losses = observed.losses[::2]
             self._loss_stride *= 2
 
-    def observations(self, owned: Collection[int]) -> ObservedOptimizer:
-        """Return all observations of the optimizer.
+    def measure(self, measurements: Measurements, owned: Collection[int]) -> None:
+        """Look at the parameters and settings as they are now.
+
+        `observed` holds the result once it has been noted.
 
         Args:
+            measurements: The measurements to add to.
             owned: Ids of all parameters that are in an observed model.
         """
         parameters = self.parameters()
         foreign = [parameter for parameter in parameters if id(parameter) not in owned]
         groups = self.optimizer.param_groups
-        observed = self.observed
-        observed.tensors = len(parameters)
-        observed.frozen = sum(not parameter.requires_grad for parameter in parameters)
-        observed.foreign = len(foreign)
-        observed.foreign_with_gradient = sum(parameter.grad is not None for parameter in foreign)
-        observed.replaced = sum(id(parameter) in self._owned_at_start for parameter in foreign)
-        observed.maximize = bool(groups) and bool(groups[0].get("maximize", False))
-        observed.weight_decay = max(
-            (float(group.get("weight_decay") or 0) for group in groups), default=0.0
-        )
-        return observed
+        weight_decays = [float(group.get("weight_decay") or 0) for group in groups]
+        facts = {
+            "tensors": len(parameters),
+            "frozen": sum(not parameter.requires_grad for parameter in parameters),
+            "foreign": len(foreign),
+            "foreign_with_gradient": sum(parameter.grad is not None for parameter in foreign),
+            "replaced": sum(id(parameter) in self._owned_at_start for parameter in foreign),
+            "maximize": bool(groups) and bool(groups[0].get("maximize", False)),
+            "weight_decay": max(weight_decays, default=0.0),
+        }
+        measurements.add(partial(self._note_facts, facts))
+
+    def _note_facts(self, facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            setattr(self.observed, name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain data."""
@@ -195,12 +222,14 @@ class SchedulerObserver:
     def _count(self) -> int:
         return int(getattr(self.scheduler, "last_epoch", 0))
 
-    def note_step(self) -> None:
+    def measure_step(self, measurements: Measurements) -> None:
         """Record how often the scheduler was stepped since the previous optimizer step.
 
         Must be called before every optimizer step.
         """
-        count = self._count()
+        measurements.add(partial(self._note_step, self._count()))
+
+    def _note_step(self, count: int) -> None:
         advances = count - self._count_at_last_step
         if self.observed.optimizer_steps == 0:
             self.observed.before_first = advances

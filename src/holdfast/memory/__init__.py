@@ -9,6 +9,7 @@ Read in this order:
 - ``saved_bytes``: measure what modules save for the backward pass, and choose which of them to
   recompute.
 - ``recompute``: apply activation checkpointing to chosen modules during one attempt.
+- ``host_copy``: copy tensors to the host while it continues.
 - ``host_memory``, ``onednn``: change glibc and oneDNN settings so that a process can recover from
   a refused allocation.
 

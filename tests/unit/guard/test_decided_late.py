@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Training:
         return nn.functional.cross_entropy(self.model(inputs), labels)
 
     def guard(self, run_dir: Path, decide: str, **settings: Any) -> holdfast.Guard:
-        """Return a guard that saves nothing and reads no gradients for its diagnosis."""
+        """Return a guard that saves nothing and diagnoses nothing."""
         quiet = {"save_interval_steps": None, "diagnose": False, "nonfinite_patience": None}
         return holdfast.Guard(
             run_dir,
@@ -510,6 +511,189 @@ def test_checkpoints_hold_only_decided_steps(tmp_path: Path) -> None:
         return guard, [*training.state(), torch.rand(())]
 
     assert "skip_step" in assert_same_in_both_modes(tmp_path, train)
+
+
+# --- the diagnosis
+
+
+class DeadUnits(nn.Module):
+    """A network whose ReLUs never fire, so that all gradients are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.last = nn.Linear(32, 4, bias=False)
+        nn.init.constant_(self.first.bias, -100.0)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(inputs).relu())  # type: ignore[no-any-return]
+
+
+class FrozenPart(nn.Module):
+    """A network with a layer that receives no gradient, and one that has no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.detached = nn.Linear(32, 32)
+        self.forgotten = nn.Linear(32, 32)
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs).relu()
+        with torch.no_grad():
+            shift = self.detached(hidden)
+        return self.last(self.forgotten(hidden) + shift)  # type: ignore[no-any-return]
+
+
+def plain_network() -> nn.Module:
+    """Return a network without a fault."""
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def loss_of_probabilities(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return a cross entropy that is given probabilities, which is a mistake."""
+    return nn.functional.cross_entropy(scores.softmax(1), labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosed:
+    """A run with a fault, and the rule that finds it."""
+
+    rule: str
+    make_model: Callable[[], nn.Module] = plain_network
+    loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy
+    lr: float = 1e-2
+    # The batches with NaN. The first 8 steps are sampled, and so are the steps after 26 and 27
+    # others.
+    bad: tuple[int, ...] = ()
+
+
+DIAGNOSED = {
+    "dead ReLUs": Diagnosed(rule="H815", make_model=DeadUnits),
+    "learning rate too high": Diagnosed(rule="H825", lr=30.0),
+    "a frozen part": Diagnosed(rule="H808", make_model=FrozenPart),
+    "probabilities as scores": Diagnosed(rule="H836", loss=loss_of_probabilities),
+    "NaN in sampled steps": Diagnosed(rule="H806", bad=(4, 6, 27)),
+    "NaN in all kinds of steps": Diagnosed(
+        rule="H836", loss=loss_of_probabilities, bad=(0, 5, 6, 20, 26, 59)
+    ),
+}
+
+
+def train_diagnosed(
+    run_dir: Path, decide: str, run: Diagnosed, *, reads: bool = False
+) -> tuple[holdfast.Guard, list[torch.Tensor], list[Any]]:
+    """Make 60 steps with the diagnosis.
+
+    Args:
+        run_dir: The run directory.
+        decide: When results are read.
+        run: The run.
+        reads: Whether the loss function reads the result of the step before, and a validation
+            follows every 10 steps.
+
+    Returns:
+        The guard, the weights and moments, and all findings.
+    """
+    torch.manual_seed(0)
+    model = run.make_model()
+    parameters = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if not name.startswith("forgotten.")
+    ]
+    optimizer = torch.optim.AdamW(parameters, lr=run.lr, fused=True)
+    results: list[holdfast.StepResult] = []
+
+    def loss_fn(batch: Batch) -> torch.Tensor:
+        weight = 1.0
+        if reads and results and results[-1].skipped:
+            weight = 0.5
+        return run.loss(model(batch[0]), batch[1]) * weight
+
+    guard = holdfast.Guard(
+        run_dir,
+        model=model,
+        optimizer=optimizer,
+        decide=decide,
+        save_interval_steps=None,
+        nonfinite_patience=None,
+        max_grad_norm=1.0,
+    )
+    for number, batch in enumerate(batches(60, run.bad), start=1):
+        results.append(guard.step(batch, loss_fn))
+        if decide == "late" and number == 8 and not run.bad:
+            # Except for the first step, sampled steps are undecided.
+            assert_undecided(results, at_least=7)
+        if reads and number % 10 == 0:
+            guard.validated(float(number))
+    findings = guard.diagnose()
+    guard.close()
+    return guard, tensors_of(model, optimizer), findings
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read in the next step"])
+@pytest.mark.parametrize("run", DIAGNOSED.values(), ids=DIAGNOSED)
+def test_findings_are_the_same_in_both_modes(tmp_path: Path, run: Diagnosed, reads: bool) -> None:
+    """Sampled steps are decided late, and findings have the same steps, texts and values."""
+    diagnosed = {}
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        guard, state, findings = train_diagnosed(run_dir, decide, run, reads=reads)
+        diagnosed[decide] = findings
+        return guard, state
+
+    assert_same_in_both_modes(tmp_path, train)
+    assert diagnosed["late"] == diagnosed["now"]
+    assert run.rule in {finding.rule for finding in diagnosed["late"]}
+
+
+def test_a_refused_step_is_observed_once(tmp_path: Path) -> None:
+    """What was measured in a refused step, and in the attempt after it, is measured again."""
+    run = DIAGNOSED["NaN in all kinds of steps"]
+
+    observed = {}
+    for decide in ("now", "late"):
+        guard, _, _ = train_diagnosed(tmp_path / decide, decide, run)
+        observer = guard._engine.diagnosis._observer
+        assert observer is not None
+        observed[decide] = asdict(observer.observations())
+
+    assert observed["late"] == observed["now"]
+    assert observed["late"]["inputs"]["model"]["nonfinite"] == 4
+    assert observed["late"]["optimizers"]["optimizer"]["steps"] == 60 - len(run.bad)
+
+
+def test_two_networks_are_diagnosed_in_turns(tmp_path: Path) -> None:
+    """Each optimizer's sampled steps are observed as if they were decided at once."""
+
+    def train(run_dir: Path, decide: str) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        nets = {"first": DeadUnits(), "second": plain_network()}
+        optimizers = {
+            name: torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+            for name, net in nets.items()
+        }
+        guard = holdfast.Guard(
+            run_dir,
+            model=nets,
+            optimizer=optimizers,
+            decide=decide,
+            save_interval_steps=None,
+            nonfinite_patience=None,
+        )
+        for batch in batches(30, bad=[5, 13]):
+            for name, net in nets.items():
+                guard.step(
+                    batch,
+                    lambda b, net=net: nn.functional.cross_entropy(net(b[0]), b[1]),
+                    optimizer=name,
+                )
+        guard.close()
+        return guard, [t for name, net in nets.items() for t in tensors_of(net, optimizers[name])]
+
+    assert "finding" in assert_same_in_both_modes(tmp_path, train)
 
 
 # --- when a step cannot be repeated

@@ -6,6 +6,8 @@ the same on a real one.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,51 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
+from holdfast.learning.sampling import EXAMINED, SAMPLED, is_judged_after, is_selected
 
 # In the first steps, the guard learns which buffers change.
 WARM_STEPS = 40
 STEPS = 160
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+# Loss functions whose arguments and targets the diagnosis measures in different ways. They get the
+# scores of 4 classes, and labels.
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "class labels": lambda scores, labels: F.cross_entropy(scores, labels),
+    "regression": lambda scores, labels: F.mse_loss(scores.tanh(), F.one_hot(labels, 4).float()),
+    "medians": lambda scores, labels: F.l1_loss(scores, F.one_hot(labels, 4).float()),
+    "binary labels": lambda scores, labels: F.binary_cross_entropy_with_logits(
+        scores[:, 0], (labels > 0).float()
+    ),
+    "signed targets": lambda scores, labels: F.soft_margin_loss(scores[:, 0], labels - 1),
+    "a difference": lambda scores, labels: (
+        (scores.relu() - F.one_hot(labels, 4).float()).square().mean()
+    ),
+}
+
+
+class Failures(logging.Handler):
+    """Collects messages that the diagnosis has failed, after which it would observe nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message about a failure."""
+        if "diagnosis failed" in record.getMessage():
+            self.messages.append(record.getMessage())
+
 
 def waits_of_steps(
-    run_dir: Path, optimizer: str, arguments: dict[str, Any], policy: dict[str, Any], reads: bool
+    run_dir: Path,
+    optimizer: str,
+    arguments: dict[str, Any],
+    policy: dict[str, Any],
+    reads: bool,
+    loss: str = "class labels",
 ) -> list[list[str]]:
-    """Train on the fake accelerator, and return where the host waited in each step.
+    """Train on the fake accelerator, and return where the host waited in each warm step.
 
     Args:
         run_dir: The run directory.
@@ -34,7 +71,10 @@ def waits_of_steps(
         arguments: Its arguments.
         policy: Fields of the policy.
         reads: Whether the loop reads the result of each step.
+        loss: The name of a loss function in `LOSSES`.
     """
+    failures = Failures()
+    logging.getLogger("holdfast").addHandler(failures)
     mode = FakeAccelerator()
     register(mode)
     waits = []
@@ -63,11 +103,12 @@ def waits_of_steps(
             before = len(mode.waits)
             result = guard.step(
                 (inputs, labels),
-                lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
+                lambda batch: LOSSES[loss](model(batch[0]), batch[1]),
             )
             if reads:
                 assert not result.skipped
             waits.append(mode.waits[before:])
+    assert not failures.messages
     # The last step is decided at the end of the loop.
     return waits[WARM_STEPS:STEPS]
 
@@ -93,12 +134,35 @@ def test_a_warm_step_decided_late_never_waits(
     assert waits == [[]] * (STEPS - WARM_STEPS)
 
 
-def test_only_steps_that_the_diagnosis_samples_wait(tmp_path: Path) -> None:
-    """With the default policy, one warm step in ten is read, and no other step waits."""
-    waits = in_own_process(waits_of_steps, tmp_path, "AdamW", {"fused": True}, {}, False)
+def test_warm_steps_include_all_that_the_diagnosis_does() -> None:
+    """Among the warm steps are sampled ones, examined ones, and one after which rules apply."""
+    sampled = [step for step in range(STEPS) if is_selected(step, 1, SAMPLED)]
+    warm = [step for step in sampled if step >= WARM_STEPS]
 
-    waiting = [step for step, waits_of_step in enumerate(waits) if waits_of_step]
-    assert 0 < len(waiting) <= (STEPS - WARM_STEPS) // 10
+    assert len(warm) == 10
+    assert sum(is_selected(step, 1, EXAMINED) for step in warm) == 2
+    assert any(is_judged_after(sampled.index(step) + 1, 1) for step in warm)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_that_the_diagnosis_samples_does_not_wait(tmp_path: Path, loss: str) -> None:
+    """With the default policy, measurements are copied while the host continues."""
+    waits = in_own_process(waits_of_steps, tmp_path, "AdamW", {"fused": True}, {}, False, loss)
+
+    assert waits == [[]] * (STEPS - WARM_STEPS)
+
+
+def test_a_sampled_step_decided_now_reads_its_measurements_together(tmp_path: Path) -> None:
+    """It waits for its result, and then once for the measurements of each dtype."""
+    policy = {"decide": "now"}
+
+    waits = in_own_process(waits_of_steps, tmp_path, "AdamW", {"fused": True}, policy, False)
+
+    counts = [len(waits_of_step) for waits_of_step in waits]
+    sampled = [is_selected(step, 1, SAMPLED) for step in range(WARM_STEPS, STEPS)]
+    assert [count > 1 for count in counts] == sampled
+    # fp32 norms, fp64 scales of inputs, integer labels, and bool flags.
+    assert max(counts) <= 1 + 4
 
 
 def test_a_warm_step_decided_now_waits_once(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from holdfast.learning.inputs import InputObserver
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.observations import ObservedInput
 
 
 def after(*batches: Any) -> ObservedInput:
     inputs = InputObserver()
+    measurements = Measurements()
     for batch in batches:
-        inputs.note_arguments(batch)
+        inputs.measure_arguments(measurements, batch)
+    measurements.note_all()
     return inputs.observations()
 
 

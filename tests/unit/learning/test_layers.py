@@ -9,14 +9,21 @@ import torch
 from torch import nn
 
 from holdfast.learning.layers import Gradients, LayerObserver
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import sample_of
 
 
-def step(layers: LayerObserver, optimizer: torch.optim.Optimizer) -> tuple[Gradients, bool]:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    before = layers.before_step("optimizer", held)
+def step(layers: LayerObserver, optimizer: torch.optim.Optimizer) -> tuple[Gradients, int]:
+    """Make a step, and return its gradients and the number of parameters that have changed."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients: list[Gradients] = []
+    changed: list[int] = []
+    measurements = Measurements()
+    layers.measure_gradients(measurements, "optimizer", parameters, gradients.append)
     optimizer.step()
-    return before, layers.after_step()
+    layers.measure_update(measurements, changed.append)
+    measurements.note_all()
+    return gradients[0], changed[0]
 
 
 def test_norms_and_the_relative_length_of_a_step_are_exact() -> None:
@@ -27,7 +34,7 @@ def test_norms_and_the_relative_length_of_a_step_are_exact() -> None:
     before, moved = step(layers, torch.optim.SGD([weight], lr=0.1))
     facts = layers.observations()["weight"]
     assert before.total_norm == pytest.approx(30)
-    assert moved
+    assert moved == 1
     assert facts.gradient_rms == pytest.approx(3)
     assert facts.first_weight_rms == pytest.approx(2)
     assert facts.ratio == facts.largest_ratio == pytest.approx(0.3 / 2)

@@ -15,6 +15,7 @@ from torch import Tensor
 from holdfast.learning.losses.function_mode import FunctionMode
 from holdfast.learning.losses.sites import LossSites
 from holdfast.learning.losses.sources import SourceOperation, source_of, unscaled
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.observations import ObservedLoss
 
 N, C = 16, 5
@@ -27,10 +28,13 @@ def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, Observed
     """Return the facts of some calls of a loss on fresh scores."""
     sites = LossSites()
     mode = FunctionMode(sites, lambda loss: sites.begin_pass(), lambda weight: None)
+    measurements = Measurements()
+    mode.begin_step(measurements, examine=True)
     for _ in range(calls):
         scores = torch.randn(N, C, requires_grad=True)
         with mode:
             loss(scores).backward()
+    measurements.note_all()
     return sites.observations()
 
 

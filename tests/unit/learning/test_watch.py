@@ -148,7 +148,7 @@ def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     def fail(*args: Any, **named: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("holdfast.learning.layers.LayerObserver.before_step", fail)
+    monkeypatch.setattr("holdfast.learning.layers.LayerObserver.measure_gradients", fail)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, optimizer) as watching:

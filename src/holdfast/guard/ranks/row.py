@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from holdfast.core.errors import RankError
-from holdfast.guard.decision import HostCopy
+from holdfast.memory.host_copy import HostCopy
 
 # The kinds of rows: a row is sent in each attempt at a step, and at the end of each epoch.
 STEP = 0.0

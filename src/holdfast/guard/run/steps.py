@@ -119,10 +119,7 @@ class Steps:
             return self._run(call, decides_now=True)
         # Ask before settling: a step that may be late settles the previous one only after its own
         # backward pass.
-        undecided_steps = 0 if self._undecided is None else 1
-        decides_now = self._timing.must_decide_now(
-            batch, names, undecided_steps=undecided_steps, is_calm=self._is_calm()
-        )
+        decides_now = self._timing.must_decide_now(batch, names, is_calm=self._is_calm())
         self._note_begin()
         if not decides_now:
             return self._run(call, decides_now=False)
@@ -533,6 +530,7 @@ class Steps:
         """
         self._remove_provisional_count(undecided)
         self.session.counters.note_late_step(repeated=True)
+        self.engine.diagnosis.discard()
         self._rewind(undecided)
         state = self.session.state
         was_at_boundary = state.phase is Phase.AT_BOUNDARY

@@ -366,6 +366,7 @@ class StepEngine:
                 lambda: self.outcome(work, attempt.with_facts(readout.facts()), committed=True),
                 updates_averages=False,
             )
+        self.diagnosis.step_launched()
         return readout
 
     def _run_optimizers(

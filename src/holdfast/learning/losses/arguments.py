@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from holdfast.learning.losses.loss_functions import (
     TARGET_LOSSES,
 )
 from holdfast.learning.losses.sources import SourceOperation, source_of
+from holdfast.learning.measurements import Measurements
 
 # Maximum number of rows of scores to examine: enough for a decision, but cheap compared with the
 # loss.
@@ -46,6 +49,18 @@ RANGES = {
     "Softmax": (0.0, 1.0),
     "Relu": (0.0, math.inf),
 }
+
+
+# The fields of `LossArguments` that are measured on the device.
+STATISTICS = (
+    "lowest",
+    "highest",
+    "sum_error",
+    "log_sum_error",
+    "share_at_bounds",
+    "target_lowest",
+    "target_highest",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,42 +92,78 @@ class LossArguments:
     target_highest: float
 
 
-def raised_flags(function: str, scores: Tensor, target: Tensor) -> list[str]:
-    """Return the flags raised by a call of a loss function. Synchronizes with the device once."""
+def measure_flags(
+    measurements: Measurements,
+    function: str,
+    scores: Tensor,
+    target: Tensor,
+    note_flags: Callable[[list[str]], None],
+) -> None:
+    """Measure the arguments of a call of a loss function.
+
+    Args:
+        measurements: The measurements of the step.
+        function: The name of the loss function.
+        scores: Its first argument.
+        target: Its second argument.
+        note_flags: Function that is called with the flags that the call has raised, once the
+            arguments have been read.
+    """
     if function in REGRESSION_LOSSES:
-        return flags_beyond_range(scores, target)
-    arguments = measure_arguments(scores, target)
-    return [
-        check.flag
-        for check in CHECKS
-        if function in check.functions and check.is_raised_by(arguments)
-    ]
-
-
-def measure_arguments(scores: Tensor, target: Tensor) -> LossArguments:
-    """Measure the scores and targets of a call. Synchronizes with the device once."""
+        if has_known_range(scores):
+            measure_range(measurements, scores, target, note_flags)
+        return
     rows = rows_of(scores).float()
+    note = partial(
+        _note_arguments,
+        function,
+        note_flags,
+        source=source_of(scores),
+        classes=rows.shape[-1],
+        elements=rows.numel(),
+    )
+    measurements.add(note, _statistics_of(rows, target))
+
+
+def _statistics_of(rows: Tensor, target: Tensor) -> Tensor:
+    """Return the values of `STATISTICS`, shape ``(len(STATISTICS),)``."""
     lowest, highest = rows.aminmax()
     target_lowest = rows.new_zeros(())
     target_highest = rows.new_zeros(())
     if target.is_floating_point():
         target_lowest, target_highest = target.detach().float().aminmax()
-    statistics = {
-        "lowest": lowest,
-        "highest": highest,
-        "sum_error": (rows.sum(-1) - 1).abs().max(),
-        "log_sum_error": rows.logsumexp(-1).abs().max(),
-        "share_at_bounds": ((rows <= lowest) | (rows >= highest)).float().mean(),
-        "target_lowest": target_lowest,
-        "target_highest": target_highest,
-    }
-    values = torch.stack(list(statistics.values())).tolist()
-    return LossArguments(
-        source=source_of(scores),
-        classes=rows.shape[-1],
-        elements=rows.numel(),
-        **dict(zip(statistics, values, strict=True)),
-    )
+    # In the order of `STATISTICS`.
+    statistics = [
+        lowest,
+        highest,
+        (rows.sum(-1) - 1).abs().max(),
+        rows.logsumexp(-1).abs().max(),
+        ((rows <= lowest) | (rows >= highest)).float().mean(),
+        target_lowest,
+        target_highest,
+    ]
+    return torch.stack(statistics)
+
+
+def _note_arguments(
+    function: str, note_flags: Callable[[list[str]], None], statistics: Tensor, **facts: Any
+) -> None:
+    """Note the flags that a call raises.
+
+    Args:
+        function: The name of the loss function.
+        note_flags: Function that is called with the flags.
+        statistics: The values of `STATISTICS`.
+        **facts: The other fields of `LossArguments`.
+    """
+    values = dict(zip(STATISTICS, statistics.tolist(), strict=True))
+    arguments = LossArguments(**facts, **values)
+    flags = [
+        check.flag
+        for check in CHECKS
+        if function in check.functions and check.is_raised_by(arguments)
+    ]
+    note_flags(flags)
 
 
 def rows_of(scores: Tensor) -> Tensor:
@@ -130,15 +181,37 @@ def rows_of(scores: Tensor) -> Tensor:
     return by_class.reshape(-1, scores.shape[1])[:MAX_ROWS]
 
 
-def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
-    """Return a flag such as "beyond_tanh" if an activation cannot produce many of the targets."""
+def has_known_range(predicted: Tensor) -> bool:
+    """Return whether a prediction was computed by an activation with a known range."""
+    return source_of(predicted).name in RANGES
+
+
+def measure_range(
+    measurements: Measurements,
+    predicted: Tensor,
+    target: Tensor,
+    note_flags: Callable[[list[str]], None],
+) -> None:
+    """Measure how many of the targets the activation before a prediction cannot produce.
+
+    Args:
+        measurements: The measurements of the step.
+        predicted: The prediction, for which `has_known_range` is True.
+        target: The targets.
+        note_flags: Function that is called with a flag such as ``"beyond_tanh"`` if too many
+            targets are beyond the range, and without flags otherwise.
+    """
     operation = source_of(predicted).name
-    if operation not in RANGES:
-        return []
     lowest, highest = RANGES[operation]
     target = target.detach()
     beyond = ((target < lowest) | (target > highest)).float().mean()
-    return [f"beyond_{operation.lower()}"] if bool(beyond > MAX_BEYOND) else []
+    flag = f"beyond_{operation.lower()}"
+    measurements.add(partial(_note_range, flag, note_flags), beyond)
+
+
+def _note_range(flag: str, note_flags: Callable[[list[str]], None], beyond: Tensor) -> None:
+    """Note a flag if the share of targets that are beyond the range is too large."""
+    note_flags([flag] if float(beyond) > MAX_BEYOND else [])
 
 
 def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:

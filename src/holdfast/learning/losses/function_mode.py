@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast.learning.losses.arguments import (
     LOG_TOLERANCE,
-    flags_beyond_range,
+    has_known_range,
+    measure_flags,
+    measure_range,
     pairs_all_with_all,
-    raised_flags,
 )
 from holdfast.learning.losses.loss_functions import (
     CLASS_LOSSES,
@@ -30,6 +31,7 @@ from holdfast.learning.losses.loss_functions import (
 )
 from holdfast.learning.losses.sites import LossSite, LossSites
 from holdfast.learning.losses.sources import source_of
+from holdfast.learning.measurements import Measurements
 from holdfast.numerics.eager import is_symbolic
 
 LAYERS = frozenset(
@@ -80,6 +82,8 @@ class FunctionMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._sites = sites
+        # The measurements of the current step.
+        self._measurements = Measurements()
         self._on_backward = on_backward
         self._on_weight = on_weight
         # False in steps in which only the values and targets of losses are recorded.
@@ -87,12 +91,14 @@ class FunctionMode(TorchFunctionMode):
         self.in_backward = False
         self._clips_and_backwards: list[Literal["clip", "backward"]] = []
 
-    def begin_step(self, *, examine: bool) -> None:
+    def begin_step(self, measurements: Measurements, *, examine: bool) -> None:
         """Start a sampled step.
 
         Args:
+            measurements: The measurements of the step, to which the mode adds.
             examine: Whether the step is also examined in detail.
         """
+        self._measurements = measurements
         self.examine = examine
         self._clips_and_backwards.clear()
 
@@ -171,39 +177,70 @@ class FunctionMode(TorchFunctionMode):
     def _observe_loss(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> None:
-        """Record the flags, targets, value and sign of a call of a loss function."""
+        """Measure the flags, targets, value and sign of a call of a loss function."""
         scores = _argument(args, kwargs, 0, "input")
         target = _argument(args, kwargs, 1, "target")
         if not _are_filled_tensors(scores, target):
             return
-        site = self._sites.enter(name, examine=self.examine)
+        site = self._enter_site(name)
         with torch.no_grad():
             if self.examine:
                 self._examine_arguments(site, name, scores, target)
-            site.note_targets(target, ignore_index=kwargs.get("ignore_index", -100))
-            value = _mean_loss(name, scores, target, result, kwargs.get("reduction", "mean"))
-            site.note_value(value, comparable=_is_unweighted(args, kwargs))
+            ignore_index = kwargs.get("ignore_index", -100)
+            site.measure_targets(self._measurements, target, ignore_index=ignore_index)
+            self._measure_value(site, name, args, kwargs, result)
         if self.examine and name != "kl_div" and result.dim() == 0:
             # In backward, this hook receives the derivative of the minimized objective with respect
             # to this loss.
-            note_sign = partial(_note_sign, site)
-            result.register_hook(note_sign)  # type: ignore[no-untyped-call]
+            measure_sign = partial(self._measure_sign, site)
+            result.register_hook(measure_sign)  # type: ignore[no-untyped-call]
+
+    def _enter_site(self, name: str) -> LossSite:
+        """Count a call of a function, and return its site."""
+        site = self._sites.enter(name)
+        self._measurements.add(partial(site.note_call, examined=self.examine))
+        return site
 
     def _examine_arguments(self, site: LossSite, name: str, scores: Tensor, target: Tensor) -> None:
         """Flag scores that the loss does not accept, and shapes that are accidentally broadcast."""
         if scores.requires_grad and scores.is_floating_point():
-            site.note_flags(raised_flags(name, scores, target))
+            measure_flags(self._measurements, name, scores, target, site.note_flags)
         if name in REGRESSION_LOSSES and pairs_all_with_all(scores.shape, target.shape):
-            site.note_broadcast(scores, target)
+            self._measurements.add(partial(site.note_broadcast, scores.shape, target.shape))
+
+    def _measure_value(
+        self,
+        site: LossSite,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Tensor,
+    ) -> None:
+        """Measure the result of a loss function, averaged over its elements."""
+        divisor = 1
+        if kwargs.get("reduction", "mean") == "sum":
+            counted = _argument(args, kwargs, 1, "target")
+            if name not in CLASS_LOSSES:
+                counted = _argument(args, kwargs, 0, "input")
+            divisor = counted.numel()
+        comparable = _is_unweighted(args, kwargs)
+        note = partial(_note_value, site, divisor=divisor, comparable=comparable)
+        # The script may change its loss in place afterwards.
+        value = result.detach().clone() if result.dim() == 0 else result.detach().float().mean()
+        self._measurements.add(note, value)
+
+    def _measure_sign(self, site: LossSite, gradient: Tensor) -> None:
+        self._measurements.add(site.note_sign, gradient.detach().clone())
 
     def _observe_signed_target(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Flag a target other than 1 or -1 that is passed to a loss that accepts only these."""
         target = _argument(args, kwargs, SIGNED_TARGET_LOSSES[name], "target")
-        site = self._sites.enter(name)
-        if isinstance(target, Tensor) and bool((target.detach().abs() != 1).any()):
-            site.note_flags(["target_out_of_range"])
+        site = self._enter_site(name)
+        if isinstance(target, Tensor):
+            is_out_of_range = (target.detach().abs() != 1).any()
+            self._measurements.add(partial(_note_if, site, "target_out_of_range"), is_out_of_range)
 
     def _observe_softmax(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Flag a softmax whose input comes from another softmax or, before a loss, from a ReLU."""
@@ -212,10 +249,10 @@ class FunctionMode(TorchFunctionMode):
             return
         operation = source_of(scores).name
         if operation == "Softmax":
-            self._sites.enter(name).note_flags(["softmax_input"])
+            self._flag_call(name, "softmax_input")
         # A softmax inside a model, such as in attention, may legitimately follow a ReLU.
         if operation == "Relu" and name == "log_softmax":
-            self._sites.enter(name).note_flags(["relu_source"])
+            self._flag_call(name, "relu_source")
 
     def _observe_log(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Flag a hand-written log-softmax over the samples instead of the classes."""
@@ -223,14 +260,19 @@ class FunctionMode(TorchFunctionMode):
         if not isinstance(probabilities, Tensor):
             return
         if source_of(probabilities, behind_sums=True).is_softmax_over_batch:
-            self._sites.enter("log").note_flags(["batch_axis"])
+            self._flag_call("log", "batch_axis")
+
+    def _flag_call(self, name: str, flag: str) -> None:
+        """Count a call of a function that has raised a flag. Other calls are not counted."""
+        site = self._enter_site(name)
+        self._measurements.add(partial(site.note_flags, [flag]))
 
     def _observe_ctc(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Flag a CTC loss that receives log-probabilities above 0."""
-        site = self._sites.enter("ctc_loss")
+        site = self._enter_site("ctc_loss")
         log_probabilities = _argument(args, kwargs, 0, "log_probs")
-        if float(log_probabilities.detach().max()) > LOG_TOLERANCE:
-            site.note_flags(["positive"])
+        is_positive = log_probabilities.detach().max() > LOG_TOLERANCE
+        self._measurements.add(partial(_note_if, site, "positive"), is_positive)
 
     def _observe_difference(self, args: Sequence[Any]) -> None:
         """Examine the difference between a prediction and data, as in a hand-written loss."""
@@ -242,15 +284,28 @@ class FunctionMode(TorchFunctionMode):
         predicted = first if first.requires_grad else second
         data = second if first.requires_grad else first
         if predicted.shape == data.shape:
-            flags = flags_beyond_range(predicted, data)
-            if flags:
-                self._sites.enter("difference").note_flags(flags)
+            if has_known_range(predicted):
+                note_flags = partial(_note_flagged_call, self._sites.enter("difference"))
+                measure_range(self._measurements, predicted, data, note_flags)
         elif _is_column_against_row(predicted, data):
-            self._sites.enter("difference").note_broadcast(args[0], args[1])
+            site = self._enter_site("difference")
+            self._measurements.add(partial(site.note_broadcast, first.shape, second.shape))
 
 
-def _note_sign(site: LossSite, gradient: Tensor) -> None:
-    site.note_sign(float(gradient))
+def _note_value(site: LossSite, value: Tensor, *, divisor: int, comparable: bool) -> None:
+    site.note_value(float(value) / divisor, comparable=comparable)
+
+
+def _note_flagged_call(site: LossSite, flags: Sequence[str]) -> None:
+    # A call that has raised no flag is not counted.
+    if flags:
+        site.note_call(examined=True)
+        site.note_flags(flags)
+
+
+def _note_if(site: LossSite, flag: str, is_raised: Tensor) -> None:
+    if bool(is_raised):
+        site.note_flags([flag])
 
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
@@ -259,16 +314,6 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, nam
 
 def _are_filled_tensors(*values: Any) -> bool:
     return all(isinstance(value, Tensor) and value.numel() > 0 for value in values)
-
-
-def _mean_loss(name: str, scores: Tensor, target: Tensor, result: Tensor, reduction: str) -> float:
-    """Return the loss averaged over its elements. Synchronizes with the device once."""
-    losses = result.detach()
-    value = float(losses) if losses.dim() == 0 else float(losses.float().mean())
-    if reduction != "sum":
-        return value
-    elements = target.numel() if name in CLASS_LOSSES else scores.numel()
-    return value / elements
 
 
 def _is_unweighted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from holdfast.learning.losses.loss_functions import BINARY_LOSSES
 from holdfast.learning.losses.targets import (
     ConstantClassShares,
     ConstantMean,
+    ConstantMedian,
     LabelMix,
     best_constant_for,
-    binary_labels_in,
-    labels_in,
+    labels_of,
 )
+from holdfast.learning.measurements import Measurements
 from holdfast.learning.measures import append_newest
 from holdfast.learning.observations import ObservedLoss
 
@@ -38,20 +41,39 @@ class LossSite:
         self._constant_now: float | None = None
         self._labels = LabelMix()
 
+    def note_call(self, *, examined: bool) -> None:
+        """Count a call.
+
+        Args:
+            examined: Whether its arguments are examined.
+        """
+        self.observed.calls += 1
+        self.observed.examined += examined
+
     def note_flags(self, flags: Iterable[str]) -> None:
         """Count the flags raised by a call."""
         for flag in flags:
             self.observed.flags[flag] = self.observed.flags.get(flag, 0) + 1
 
-    def note_broadcast(self, left: Tensor, right: Tensor) -> None:
-        """Count a call in which broadcasting pairs every prediction with every target."""
-        self.note_flags(["broadcast"])
-        self.observed.shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+    def note_broadcast(self, left: torch.Size, right: torch.Size) -> None:
+        """Count a call in which broadcasting pairs every prediction with every target.
 
-    def note_sign(self, gradient: float) -> None:
-        """Record the sign of the objective's derivative with respect to this loss."""
-        if math.isfinite(gradient) and gradient != 0:
-            append_newest(self.observed.signs, 1 if gradient > 0 else -1)
+        Args:
+            left: The shape of one of the two.
+            right: The shape of the other one.
+        """
+        self.note_flags(["broadcast"])
+        self.observed.shapes = f"{tuple(left)} and {tuple(right)}"
+
+    def note_sign(self, gradient: Tensor) -> None:
+        """Record the sign of the objective's derivative with respect to this loss.
+
+        Args:
+            gradient: The derivative, shape ``()``.
+        """
+        value = float(gradient)
+        if math.isfinite(value) and value != 0:
+            append_newest(self.observed.signs, 1 if value > 0 else -1)
 
     def note_value(self, value: float, *, comparable: bool) -> None:
         """Record the mean loss of a call.
@@ -69,34 +91,68 @@ class LossSite:
         if self._constant_now is not None:
             append_newest(self.observed.gains, self._constant_now - value)
 
-    def note_targets(self, target: Tensor, *, ignore_index: int) -> None:
-        """Record the targets of a call."""
+    def measure_targets(
+        self, measurements: Measurements, target: Tensor, *, ignore_index: int
+    ) -> None:
+        """Measure the targets of a call.
+
+        Args:
+            measurements: The measurements of the step.
+            target: The targets.
+            ignore_index: The class label that does not count.
+        """
         constant = self._constant
         if constant is None or target.is_complex():
-            self._comparable = False
+            measurements.add(self._note_incomparable)
         elif isinstance(constant, ConstantClassShares):
-            self._note_class_labels(constant, target, ignore_index)
+            self._measure_class_labels(measurements, constant, target, ignore_index)
         else:
-            self._constant_now = constant.add(target)
-            if self.observed.function in BINARY_LOSSES:
-                self._note_binary_labels(target)
+            measurements.add(partial(self._note_targets, constant), constant.measure(target))
+            has_one_per_sample = target.dim() < 2 or target.shape[-1] == 1
+            if self.observed.function in BINARY_LOSSES and has_one_per_sample:
+                measurements.add(self._note_binary_labels, labels_of(target))
 
-    def _note_class_labels(
-        self, constant: ConstantClassShares, target: Tensor, ignore_index: int
+    def _measure_class_labels(
+        self,
+        measurements: Measurements,
+        constant: ConstantClassShares,
+        target: Tensor,
+        ignore_index: int,
     ) -> None:
         # The best constant prediction is not implemented for targets that are class probabilities.
         if target.is_floating_point():
-            self._comparable = False
+            measurements.add(self._note_incomparable)
             return
-        labels = labels_in(target, ignore_index)
+        note = partial(
+            self._note_class_labels,
+            constant,
+            ignore_index=ignore_index,
+            is_one_per_sample=target.dim() == 1,
+        )
+        measurements.add(note, labels_of(target))
+
+    def _note_incomparable(self) -> None:
+        self._comparable = False
+
+    def _note_targets(self, constant: ConstantMean | ConstantMedian, measured: Tensor) -> None:
+        self._constant_now = constant.add(measured)
+
+    def _note_class_labels(
+        self,
+        constant: ConstantClassShares,
+        target: Tensor,
+        *,
+        ignore_index: int,
+        is_one_per_sample: bool,
+    ) -> None:
+        labels = [label for label in target.tolist() if label != ignore_index]
         self._constant_now = constant.add(labels)
-        if target.dim() == 1:
+        if is_one_per_sample:
             self._labels.add(labels)
 
     def _note_binary_labels(self, target: Tensor) -> None:
-        has_one_per_sample = target.dim() < 2 or target.shape[-1] == 1
-        labels = binary_labels_in(target) if has_one_per_sample else None
-        if labels is not None:
+        labels: list[float] = target.tolist()
+        if all(label in (0, 1) for label in labels):
             self._labels.add(labels)
 
     def observations(self) -> ObservedLoss:
@@ -127,16 +183,17 @@ class LossSites:
         """Start a new forward pass, and restart the numbering of calls."""
         self._calls_in_pass.clear()
 
-    def enter(self, function: str, *, examine: bool = True) -> LossSite:
-        """Count a call of a loss function, and return the loss site that it belongs to."""
+    def enter(self, function: str) -> LossSite:
+        """Return the loss site of a call of a loss function, which is the next one in this pass."""
         self._calls_in_pass[function] += 1
         position = min(self._calls_in_pass[function], MAX_SITES)
-        site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
-        site.observed.calls += 1
-        if examine:
-            site.observed.examined += 1
-        return site
+        return self._sites.setdefault(f"{function}#{position}", LossSite(function))
 
     def observations(self) -> dict[str, ObservedLoss]:
         """Return the observations of all sites, keyed by site name."""
-        return {name: site.observations() for name, site in self._sites.items()}
+        return {
+            # A site without calls belongs to a step that was undone.
+            name: site.observations()
+            for name, site in self._sites.items()
+            if site.observed.calls
+        }

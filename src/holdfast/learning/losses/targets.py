@@ -65,29 +65,39 @@ class ConstantMean:
     def __init__(self, loss_of: MeanLoss) -> None:
         self._loss_of = loss_of
         # The sum of each column over all batches. Empty before the first batch.
-        self._sum = torch.zeros(0)
-        self._sum_of_squares = torch.zeros(0)
+        self._sum = torch.zeros(0, device="cpu")
+        self._sum_of_squares = torch.zeros(0, device="cpu")
         self._rows = 0
         # False once a batch had a different number of columns.
         self._has_one_width = True
 
-    def add(self, target: Tensor) -> float | None:
+    def measure(self, target: Tensor) -> Tensor:
+        """Return each column's number of rows, sum, and sum of squares, shape ``(3, columns)``."""
+        columns = columns_of(target)
+        sums = columns.sum(0)
+        return torch.stack([torch.full_like(sums, len(columns)), sums, columns.square().sum(0)])
+
+    def add(self, measured: Tensor) -> float | None:
         """Add a batch's targets, and return the loss of predicting the current mean for it.
 
         Returns None if the number of columns has changed.
+
+        Args:
+            measured: What `measure` has returned, as a CPU tensor.
         """
-        columns = columns_of(target)
+        rows = int(measured[0, 0])
+        sums, sums_of_squares = measured[1:]
         if self._rows == 0:
-            self._sum = torch.zeros_like(columns[0])
-            self._sum_of_squares = torch.zeros_like(columns[0])
-        if columns.shape[1] != len(self._sum):
+            self._sum = torch.zeros_like(sums)
+            self._sum_of_squares = torch.zeros_like(sums)
+        if len(sums) != len(self._sum):
             self._has_one_width = False
             return None
-        self._sum += columns.sum(0)
-        self._sum_of_squares += columns.square().sum(0)
-        self._rows += columns.shape[0]
+        self._sum += sums
+        self._sum_of_squares += sums_of_squares
+        self._rows += rows
         prediction = self._sum / self._rows
-        return float(self._loss_of(prediction, columns.mean(0), columns.square().mean(0)).mean())
+        return float(self._loss_of(prediction, sums / rows, sums_of_squares / rows).mean())
 
     def loss(self) -> float | None:
         """Return the loss on all targets, or None if it is unknown."""
@@ -131,10 +141,14 @@ class ConstantMedian:
     def __init__(self) -> None:
         self._deviations: list[float] = []
 
-    def add(self, target: Tensor) -> None:
-        """Add the mean deviation of a batch from its median: the lowest loss of any constant."""
+    def measure(self, target: Tensor) -> Tensor:
+        """Return the mean deviation from the median: the lowest loss of any constant."""
         columns = columns_of(target)
-        self._deviations.append(float((columns - columns.median(0).values).abs().mean()))
+        return (columns - columns.median(0).values).abs().mean()
+
+    def add(self, measured: Tensor) -> None:
+        """Add a batch's mean deviation, which `measure` has returned, as a CPU tensor."""
+        self._deviations.append(float(measured))
 
     def loss(self) -> float | None:
         """Return the mean deviation over all batches, or None if there are too few of them."""
@@ -194,26 +208,17 @@ class LabelMix:
         return float(sum(1 - (1 - share) ** size for share in shares))
 
 
-def labels_in(target: Tensor, ignore_index: int) -> list[int]:
-    """Return the class labels of a batch, except ignored ones. Synchronizes once."""
-    labels: list[int] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
-    return [label for label in labels if label != ignore_index]
-
-
-def binary_labels_in(target: Tensor) -> list[float] | None:
-    """Return binary targets as labels, or None if any target is not 0 or 1. Synchronizes once."""
-    labels: list[float] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
-    if all(label in (0, 1) for label in labels):
-        return labels
-    return None
+def labels_of(target: Tensor) -> Tensor:
+    """Return a copy of the labels of a batch, but of at most `MAX_LABELS`, shape ``(n,)``."""
+    return target.detach().reshape(-1)[:MAX_LABELS].clone()
 
 
 def columns_of(target: Tensor) -> Tensor:
-    """Return targets as an fp64 tensor on the CPU, shape ``(rows, columns)``.
+    """Return targets as an fp64 tensor, shape ``(rows, columns)``.
 
     Targets with more than `MAX_COLUMNS` columns are flattened to a single column.
     """
-    values = target.detach().double().cpu()
+    values = target.detach().double()
     rows = values.shape[0] if values.dim() else 1
     columns = values.reshape(rows, -1)
     if columns.shape[1] > MAX_COLUMNS:
