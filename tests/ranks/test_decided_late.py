@@ -331,30 +331,26 @@ def read_values(rank: int, run: Path, decide: str) -> list[str]:
     """Train, and return where a warm step reads a value of its own from a tensor."""
     training = Training(rank)
     created_in: dict[int, int] = {}
+    copies: list[torch.Tensor] = []
     reads: list[str] = []
     number = 0
-    is_copy_read = False
     create, read = HostCopy.__init__, HostCopy.read
 
     def create_noted(copy: HostCopy, *args: Any, **kwargs: Any) -> None:
         create(copy, *args, **kwargs)
         created_in[id(copy)] = number
 
-    def read_noted(copy: HostCopy) -> list[float]:
-        nonlocal is_copy_read
+    def read_noted(copy: HostCopy) -> torch.Tensor:
         if created_in[id(copy)] == number:
             reads.append(f"step {number}: HostCopy.read")
-        is_copy_read = True
-        try:
-            return read(copy)
-        finally:
-            is_copy_read = False
+        copies.append(read(copy))
+        return copies[-1]
 
     def noted(name: str) -> Any:
         original = getattr(torch.Tensor, name)
 
         def method(tensor: torch.Tensor, *args: Any) -> Any:
-            if not is_copy_read:
+            if not any(tensor is copy for copy in copies):
                 reads.append(f"step {number}: {name}")
             return original(tensor, *args)
 

@@ -268,7 +268,7 @@ class PendingRows:
             if self._copy is None:
                 self.start_reading()
             assert self._copy is not None
-            numbers = self._copy.read()
+            numbers = self._copy.read().tolist()
             begins = range(0, len(numbers), _WIDTH)
             self._rows = rows_of(numbers[begin : begin + _WIDTH] for begin in begins)
             self._rows.check()
