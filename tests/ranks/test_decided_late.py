@@ -382,3 +382,29 @@ def test_a_warm_late_step_reads_only_values_of_the_step_before(
     """The host reads nothing for which a device would have to catch up with it."""
     for returned in all_returned(run_ranks(read_values, 2, tmp_path, decide)):
         assert bool(returned) == reads, returned
+
+
+def train_with_diagnosis(rank: int, run: Path, decide: str) -> list[Any]:
+    """Train with the diagnosis, a NaN on one rank, and a learning rate that is far too high."""
+    training = Training(rank)
+    for group in training.optimizer.param_groups:
+        group["lr"] = 2.0
+        group["initial_lr"] = 2.0
+    data = batches_of(rank, steps=60)
+    if rank == 1:
+        data[6][0, 0] = float("nan")
+    results = []
+    guard = training.guard(run, decide, data, diagnose=True, spike_action="off")
+    for batch in guard.batches(max_epochs=1):
+        results.append(guard.step(batch, training.loss))
+    assert_late(results, decide, at_least=50)
+    facts = facts_of(guard, results)
+    findings = [event.rule for event in guard.events() if event.kind == "finding_reported"]
+    return [training.state(), *facts, findings]
+
+
+def test_the_diagnosis_finds_the_same(tmp_path: Path) -> None:
+    """A step that the diagnosis samples is decided late, too."""
+    ends = in_both_modes(train_with_diagnosis, tmp_path)
+
+    assert ends[0][3]
