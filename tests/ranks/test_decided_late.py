@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,17 +78,38 @@ def batches_of(rank: int, *, steps: int = STEPS, last: int = 8) -> list[torch.Te
     return [torch.randn(size, 8, generator=generator) for size in sizes]
 
 
-def facts_of(guard: holdfast.Guard, results: list[holdfast.StepResult]) -> list[Any]:
-    """Return the facts about a run that do not depend on when its steps are decided."""
+class Ending(NamedTuple):
+    """What a rank has at the end of a run, which must not depend on when steps are decided."""
+
+    state: list[torch.Tensor]
+    # For each step: loss, whether it was skipped, items, attempts, and gradient norms.
+    results: list[tuple[Any, ...]]
+    global_step: int
+    steps: int
+    skipped_steps: int
+    # Further facts, which depend on the test.
+    details: Any = None
+
+
+def ending_of(
+    training: Training,
+    guard: holdfast.Guard,
+    results: list[holdfast.StepResult],
+) -> Ending:
+    """Close the guard, and return what the rank has then."""
     guard.close()
     statistics = guard.statistics()
-    return [
-        [
-            (result.loss.item(), result.skipped, result.items, result.attempts, result.grad_norm)
-            for result in results
-        ],
-        (statistics.global_step, statistics.steps, statistics.skipped_steps),
+    values = [
+        (result.loss.item(), result.skipped, result.items, result.attempts, result.grad_norm)
+        for result in results
     ]
+    return Ending(
+        state=training.state(),
+        results=values,
+        global_step=statistics.global_step,
+        steps=statistics.steps,
+        skipped_steps=statistics.skipped_steps,
+    )
 
 
 def assert_late(results: list[holdfast.StepResult], decide: str, *, at_least: int) -> None:
@@ -97,26 +118,30 @@ def assert_late(results: list[holdfast.StepResult], decide: str, *, at_least: in
         assert sum(isinstance(result, UndecidedResult) for result in results) >= at_least
 
 
-def in_both_modes(function: Any, tmp_path: Path, *given: Any) -> list[list[Any]]:
-    """Run a function on two ranks in both modes, and check that they return the same.
+def in_both_modes(function: Any, tmp_path: Path, *arguments: Any) -> list[Ending]:
+    """Run a function on two ranks in both modes, and check that they end alike.
+
+    Args:
+        function: Function that trains on one rank, and returns its `Ending`.
+        tmp_path: The directory for the two runs.
+        *arguments: The arguments of `function` after the rank, the run directory and the mode.
 
     Returns:
-        What each rank has returned.
+        The endings of the ranks that have decided late, in order of rank.
     """
-    ends = {
-        decide: all_returned(run_ranks(function, 2, tmp_path / decide, decide, *given))
-        for decide in ("now", "late")
-    }
-    for now, late in zip(ends["now"], ends["late"], strict=True):
-        assert_same(late[0], now[0])
-        assert repr(late[1:]) == repr(now[1:])
-    return ends["late"]
+    now = all_returned(run_ranks(function, 2, tmp_path / "now", "now", *arguments))
+    late = all_returned(run_ranks(function, 2, tmp_path / "late", "late", *arguments))
+    for ending_now, ending_late in zip(now, late, strict=True):
+        assert_same(ending_late.state, ending_now.state)
+        # In the text, NaN equals NaN.
+        assert repr(ending_late._replace(state=[])) == repr(ending_now._replace(state=[]))
+    return late
 
 
 def train_with_bad_batches(
-    rank: int, run: Path, decide: str, bad: dict[int, set[int]], reads: str
-) -> list[Any]:
-    """Train with a NaN in some batches of some ranks; some ranks may read each result."""
+    rank: int, run: Path, decide: str, bad: dict[int, set[int]], reading_ranks: set[int]
+) -> Ending:
+    """Train with a NaN in some batches of each rank; some ranks read each result at once."""
     training = Training(rank)
     data = batches_of(rank)
     for index in bad.get(rank, ()):
@@ -125,32 +150,40 @@ def train_with_bad_batches(
     guard = training.guard(run, decide)
     for batch in data:
         results.append(guard.step(batch, training.loss))
-        if reads == "all" or reads == str(rank):
+        if rank in reading_ranks:
             results[-1].loss.item()
     assert_late(results, decide, at_least=12)
-    facts = facts_of(guard, results)
-    return [training.state(), *facts]
+    return ending_of(training, guard, results)
 
 
-@pytest.mark.parametrize("reads", ["none", "0", "all"])
+@pytest.mark.parametrize("reading_ranks", [set(), {0}, {0, 1}], ids=str)
 @pytest.mark.parametrize(
     "bad",
     [{}, {1: {5}}, {0: {5}, 1: {6}}, {0: {15}}, {0: {0, 8}, 1: {8, 9, 10}}],
     ids=str,
 )
 def test_bad_batches_of_some_ranks_are_skipped_by_all(
-    tmp_path: Path, bad: dict[int, set[int]], reads: str
+    tmp_path: Path, bad: dict[int, set[int]], reading_ranks: set[int]
 ) -> None:
     """State and results equal those of decide="now", whichever ranks read their results early."""
-    ends = in_both_modes(train_with_bad_batches, tmp_path, bad, reads)
+    endings = in_both_modes(train_with_bad_batches, tmp_path, bad, reading_ranks)
 
-    assert ends[0][2][2] == len(set().union(*bad.values()))
+    assert endings[0].skipped_steps == len(set().union(*bad.values()))
 
 
 def train_out_of_memory(
-    rank: int, run: Path, decide: str, fails: set[tuple[int, int, int]], where: str
-) -> list[Any]:
-    """Train with attempts that run out of memory, given as step, rank and number of the call."""
+    rank: int, run: Path, decide: str, failures: set[tuple[int, int, int]], where: str
+) -> Ending:
+    """Train with calls of the loss function that run out of memory.
+
+    Args:
+        rank: The rank.
+        run: The run directory.
+        decide: When to decide.
+        failures: The calls that fail, each given as the step, the rank, and the number of the call
+            in this step.
+        where: Whether a call fails ``"before"`` or ``"after"`` the forward pass.
+    """
     training = Training(rank)
     results = []
     guard = training.guard(run, decide, recompute=False)
@@ -158,7 +191,7 @@ def train_out_of_memory(
         calls = iter(range(100))
 
         def loss(batch: torch.Tensor, step: int = step, calls: Iterator[int] = calls) -> Any:
-            must_fail = (step, rank, next(calls)) in fails
+            must_fail = (step, rank, next(calls)) in failures
             if must_fail and where == "before":
                 ask_for_too_much()
             value = training.loss(batch)
@@ -168,32 +201,41 @@ def train_out_of_memory(
 
         results.append(guard.step(batch, loss))
     assert_late(results, decide, at_least=3)
-    counts, steps = facts_of(guard, results)
-    if len(fails) > 1:
+    ending = ending_of(training, guard, results)
+    ending = ending._replace(details=guard.statistics().out_of_memory)
+    if len(failures) > 1:
         # An attempt that is undone because the step before was refused does not count.
-        counts = [values[:3] for values in counts]
-    return [training.state(), counts, steps, guard.statistics().out_of_memory]
+        ending = ending._replace(results=[values[:3] for values in ending.results])
+    return ending
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize(
-    "fails",
+    "failures",
     [{(7, 1, 0)}, {(7, 0, 0), (7, 1, 0)}, {(7, 1, 0), (8, 1, 0)}, {(15, 0, 0)}],
     ids=str,
 )
 def test_all_ranks_repeat_a_step_for_which_one_has_no_memory(
-    tmp_path: Path, fails: set[tuple[int, int, int]], where: str
+    tmp_path: Path, failures: set[tuple[int, int, int]], where: str
 ) -> None:
     """A rank that runs out of memory loses nothing, even if it fails again in the next step."""
-    in_both_modes(train_out_of_memory, tmp_path, fails, where)
+    in_both_modes(train_out_of_memory, tmp_path, failures, where)
 
 
 def train_over_epochs(
     rank: int, run: Path, decide: str, interval: int, last: int, stops: bool
-) -> list[Any]:
-    """Train for three epochs with saves, and perhaps a stop that one rank requests."""
+) -> Ending:
+    """Train for three epochs with saves, and perhaps a stop that one rank requests.
+
+    Args:
+        rank: The rank.
+        run: The run directory.
+        decide: When to decide.
+        interval: The number of steps between two saves.
+        last: The size of the last batch of an epoch on rank 0. It is one larger on rank 1.
+        stops: Whether rank 1 requests a stop.
+    """
     training = Training(rank)
-    # The ranks have last batches of different sizes, and of a size of their own.
     loader = batches_of(rank, steps=5, last=last + rank)
     results = []
     guard = training.guard(run, decide, loader, save_interval_steps=interval, async_save=False)
@@ -201,10 +243,12 @@ def train_over_epochs(
         results.append(guard.step(batch, training.loss))
         if stops and rank == 1 and step == 7:
             guard.request_stop("enough")
-    facts = facts_of(guard, results)
     assert_late(results, decide, at_least=3)
+    ending = ending_of(training, guard, results)
+    if rank != 0:
+        return ending
     saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
-    return [training.state(), *facts, saved if rank == 0 else None]
+    return ending._replace(details=saved)
 
 
 @pytest.mark.parametrize("last", [8, 4, 7], ids=str)
@@ -216,18 +260,17 @@ def test_saves_are_made_at_the_same_steps(tmp_path: Path, interval: int, last: i
 
 def test_a_stop_on_one_rank_reaches_all(tmp_path: Path) -> None:
     """All ranks stop at the same step, at most one step later than with decide="now"."""
-    ends = {
-        decide: all_returned(run_ranks(train_over_epochs, 2, tmp_path / decide, decide, 3, 8, True))
-        for decide in ("now", "late")
-    }
+    steps = {}
+    for decide in ("now", "late"):
+        ranks = run_ranks(train_over_epochs, 2, tmp_path / decide, decide, 3, 8, True)
+        steps[decide] = [ending.global_step for ending in all_returned(ranks)]
 
-    steps = {decide: [end[2][0] for end in ranks] for decide, ranks in ends.items()}
     assert steps["late"][0] == steps["late"][1]
     assert steps["late"][0] - steps["now"][0] in (0, 1)
 
 
-def train_with_reason_on_one_rank(rank: int, run: Path, decide: str, reason: str) -> list[Any]:
-    """Train with something on rank 1 that makes it read each result at once, and two NaN."""
+def train_with_reason_on_one_rank(rank: int, run: Path, decide: str, reason: str) -> Ending:
+    """Train with two NaN, and with a reason to read each result at once on rank 1 only."""
     training = Training(rank)
     data = batches_of(rank)
     data[6][0, 0] = float("nan")
@@ -246,14 +289,16 @@ def train_with_reason_on_one_rank(rank: int, run: Path, decide: str, reason: str
         if rank == 1 and reason == "shared generator":
             torch.rand(())
         results.append(guard.step(batch, loss))
-    facts = facts_of(guard, results)
+    ending = ending_of(training, guard, results)
     if rank == 0:
         assert_late(results, decide, at_least=10)
     elif decide == "late":
         # Once the reason is known, only the refused steps are left undecided.
-        undecided = [i for i, result in enumerate(results) if isinstance(result, UndecidedResult)]
+        undecided = [
+            step for step, result in enumerate(results) if isinstance(result, UndecidedResult)
+        ]
         assert [step for step in undecided if step > 4] == [6, 9]
-    return [training.state(), *facts]
+    return ending
 
 
 @pytest.mark.parametrize("reason", ["replaced buffer", "shared generator"])
@@ -262,8 +307,8 @@ def test_one_rank_may_have_to_read_each_result(tmp_path: Path, reason: str) -> N
     in_both_modes(train_with_reason_on_one_rank, tmp_path, reason)
 
 
-def train_with_items(rank: int, run: Path, decide: str) -> list[Any]:
-    """Train with a number of items that only the device knows, and which is 0 in one step."""
+def train_with_items(rank: int, run: Path, decide: str) -> Ending:
+    """Train with a number of items that only the device knows, and that differs between ranks."""
     training = Training(rank)
     results = []
     guard = training.guard(run, decide)
@@ -277,8 +322,7 @@ def train_with_items(rank: int, run: Path, decide: str) -> list[Any]:
 
         results.append(guard.step(batch, loss))
     assert_late(results, decide, at_least=12)
-    facts = facts_of(guard, results)
-    return [training.state(), *facts]
+    return ending_of(training, guard, results)
 
 
 def test_gradients_are_weighted_by_items_that_only_the_device_knows(tmp_path: Path) -> None:
@@ -298,13 +342,13 @@ def train_out_of_step(rank: int, run: Path, decide: str) -> list[Any]:
 
 
 def test_ranks_with_different_batches_are_an_error_on_all(tmp_path: Path) -> None:
-    """The error is H116 on all ranks, also if the weights are launched before it is found."""
-    ends = run_ranks(train_out_of_step, 2, tmp_path, "late")
+    """The error is H116 on all ranks, even if the optimizers run before it is noticed."""
+    ranks = run_ranks(train_out_of_step, 2, tmp_path, "late")
 
-    assert all("H116" in (end.raised or "") for end in ends), ends
+    assert all("H116" in (rank.raised or "") for rank in ranks), ranks
 
 
-def train_with_a_spike(rank: int, run: Path, decide: str, action: str) -> list[Any]:
+def train_with_a_spike(rank: int, run: Path, decide: str, action: str) -> Ending:
     """Train with a batch on one rank whose loss is unusually high."""
     training = Training(rank)
     data = batches_of(rank, steps=60)
@@ -317,8 +361,7 @@ def train_with_a_spike(rank: int, run: Path, decide: str, action: str) -> list[A
     for batch in guard.batches(max_epochs=1):
         results.append(guard.step(batch, training.loss))
     assert_late(results, decide, at_least=20)
-    facts = facts_of(guard, results)
-    return [training.state(), *facts]
+    return ending_of(training, guard, results)
 
 
 @pytest.mark.parametrize("action", ["skip", "warn"])
@@ -327,64 +370,81 @@ def test_a_spike_is_handled_by_all_ranks(tmp_path: Path, action: str) -> None:
     in_both_modes(train_with_a_spike, tmp_path, action)
 
 
-def read_values(rank: int, run: Path, decide: str) -> list[str]:
-    """Train, and return where a warm step reads a value of its own from a tensor."""
-    training = Training(rank)
-    created_in: dict[int, int] = {}
-    copies: list[torch.Tensor] = []
-    reads: list[str] = []
-    number = 0
-    create, read = HostCopy.__init__, HostCopy.read
+class ReadRecorder:
+    """Records where the host reads a value that the device has computed in the same step.
 
-    def create_noted(copy: HostCopy, *args: Any, **kwargs: Any) -> None:
-        create(copy, *args, **kwargs)
-        created_in[id(copy)] = number
+    A `HostCopy` may be read in a later step than the one in which it was created, since the device
+    has then already computed its values.
+    """
 
-    def read_noted(copy: HostCopy) -> torch.Tensor:
-        if created_in[id(copy)] == number:
-            reads.append(f"step {number}: HostCopy.read")
-        copies.append(read(copy))
-        return copies[-1]
+    def __init__(self) -> None:
+        self.step = 0
+        self.reads: list[str] = []
+        # The step in which each `HostCopy` was created, by the id of the copy.
+        self._created_in: dict[int, int] = {}
+        # The tensors in host memory that `HostCopy.read` has returned.
+        self._copies: list[torch.Tensor] = []
 
-    def noted(name: str) -> Any:
-        original = getattr(torch.Tensor, name)
+    def install(self) -> None:
+        """Replace the methods that read values, for the rest of the process.
 
+        Call this at the beginning of a step.
+        """
+        copies = [candidate for candidate in gc.get_objects() if isinstance(candidate, HostCopy)]
+        self._created_in = {id(copy): self.step - 1 for copy in copies}
+        self._replace_init(HostCopy.__init__)
+        self._replace_copy_read(HostCopy.read)
+        for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+            self._replace_tensor_method(name, getattr(torch.Tensor, name))
+
+    def _replace_init(self, original: Any) -> None:
+        def init(copy: HostCopy, *args: Any, **kwargs: Any) -> None:
+            original(copy, *args, **kwargs)
+            self._created_in[id(copy)] = self.step
+
+        HostCopy.__init__ = init
+
+    def _replace_copy_read(self, original: Any) -> None:
+        def read(copy: HostCopy) -> torch.Tensor:
+            if self._created_in[id(copy)] == self.step:
+                self.reads.append(f"step {self.step}: HostCopy.read")
+            self._copies.append(original(copy))
+            return self._copies[-1]
+
+        HostCopy.read = read
+
+    def _replace_tensor_method(self, name: str, original: Any) -> None:
         def method(tensor: torch.Tensor, *args: Any) -> Any:
-            if not any(tensor is copy for copy in copies):
-                reads.append(f"step {number}: {name}")
+            if not any(tensor is copy for copy in self._copies):
+                self.reads.append(f"step {self.step}: {name}")
             return original(tensor, *args)
 
-        return method
+        setattr(torch.Tensor, name, method)
 
+
+def read_values(rank: int, run: Path, decide: str) -> list[str]:
+    """Train, and return where the steps after the first few read values of their own."""
+    training = Training(rank)
     guard = training.guard(run, decide)
-    data = batches_of(rank)
-    for batch in data[:6]:
+    recorder = ReadRecorder()
+    for step, batch in enumerate(batches_of(rank)):
+        recorder.step = step
+        if step == 6:
+            recorder.install()
         guard.step(batch, training.loss)
-    HostCopy.__init__, HostCopy.read = create_noted, read_noted
-    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
-        setattr(torch.Tensor, name, noted(name))
-    created_in.update(dict.fromkeys(map(id, all_host_copies()), 0))
-    for batch in data[6:]:
-        number += 1
-        guard.step(batch, training.loss)
-    return reads
-
-
-def all_host_copies() -> list[HostCopy]:
-    """Return the copies that exist, such as that of the last step."""
-    return [candidate for candidate in gc.get_objects() if isinstance(candidate, HostCopy)]
+    return recorder.reads
 
 
 @pytest.mark.parametrize(("decide", "reads"), [("late", False), ("now", True)])
 def test_a_warm_late_step_reads_only_values_of_the_step_before(
     tmp_path: Path, decide: str, reads: bool
 ) -> None:
-    """The host reads nothing for which a device would have to catch up with it."""
+    """The host never waits for the device to compute a value of the current step."""
     for returned in all_returned(run_ranks(read_values, 2, tmp_path, decide)):
         assert bool(returned) == reads, returned
 
 
-def train_with_diagnosis(rank: int, run: Path, decide: str) -> list[Any]:
+def train_with_diagnosis(rank: int, run: Path, decide: str) -> Ending:
     """Train with the diagnosis, a NaN on one rank, and a learning rate that is far too high."""
     training = Training(rank)
     for group in training.optimizer.param_groups:
@@ -398,13 +458,13 @@ def train_with_diagnosis(rank: int, run: Path, decide: str) -> list[Any]:
     for batch in guard.batches(max_epochs=1):
         results.append(guard.step(batch, training.loss))
     assert_late(results, decide, at_least=50)
-    facts = facts_of(guard, results)
+    ending = ending_of(training, guard, results)
     findings = [event.rule for event in guard.events() if event.kind == "finding_reported"]
-    return [training.state(), *facts, findings]
+    return ending._replace(details=findings)
 
 
 def test_the_diagnosis_finds_the_same(tmp_path: Path) -> None:
     """A step that the diagnosis samples is decided late, too."""
     ends = in_both_modes(train_with_diagnosis, tmp_path)
 
-    assert ends[0][3]
+    assert ends[0].details

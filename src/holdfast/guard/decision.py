@@ -11,7 +11,8 @@ The gate is conservative: it also refuses some steps that the host would accept,
 norm overflows although its gradients are finite. A refused step is repeated from the state before
 it and decided as usual, so the result does not depend on when it is read.
 
-``timing`` states which steps can be decided late, and ``run.steps`` decides them.
+``timing`` states which steps can be decided late. ``run.steps`` decides them, and
+``run.joint_steps`` does so with several ranks.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class UnreadAttempt:
     measurement: Measurement
     # The largest number of samples in one pass, or None if unknown.
     micro_batch_size: int | None
-    # Whether the host must read the number of items, because it is the total over several ranks.
-    items_are_read: bool = False
+    # Whether the number of items is the total over all ranks. If so, the host learns it only when
+    # it reads the result.
+    items_are_of_all_ranks: bool = False
 
     def copy_outputs(self) -> None:
         """Replace what the loss function has returned by copies, which nothing overwrites.
@@ -62,9 +64,13 @@ class UnreadAttempt:
         self.passed = self.passed._replace(loss=self.passed.loss.clone(), extra=extra)
 
     def with_facts(self, facts: GradientFacts) -> StepAttempt:
-        """Return the attempt with the values that the host has read."""
+        """Return the attempt with its result.
+
+        Args:
+            facts: The loss, the norms and the number of items that the host has read.
+        """
         passed = self.passed
-        if self.items_are_read:
+        if self.items_are_of_all_ranks:
             assert facts.items is not None
             passed = passed._replace(items=facts.items)
         return StepAttempt.of(
@@ -191,14 +197,14 @@ def _is_close(first: float, second: float, tolerance: float) -> bool:
 
 
 class LateLoss(torch.Tensor):
-    """The loss of a step whose result is unknown. Reading its value decides the step first.
+    """The loss of a step whose result is unknown. Reading its value settles the step first.
 
     Arithmetic returns plain tensors and does not wait. The methods below wait.
     """
 
     # Without this, every result of an operation would be a `LateLoss` too.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    # Reads the result of the step, and recovers if the step was refused.
+    # Function that settles the step.
     _settle: Callable[[], None]
 
     @classmethod
@@ -207,7 +213,8 @@ class LateLoss(torch.Tensor):
 
         Args:
             loss: The loss, shape ``()``, detached.
-            settle: Function that reads the result of the step.
+            settle: Function that settles the step, that is, reads its result and repeats the step
+                if it was refused. It may leave the step undecided; see `Settlement`.
         """
         if type(loss) is not torch.Tensor:
             # A DTensor, for example, cannot be viewed in this way.
@@ -225,19 +232,19 @@ class LateLoss(torch.Tensor):
         return self.plain()
 
     def item(self) -> Any:
-        """Decide the step, and return the loss as a number."""
+        """Settle the step, and return the loss as a number."""
         return self._read().item()
 
     def tolist(self) -> Any:
-        """Decide the step, and return the loss as a number."""
+        """Settle the step, and return the loss as a number."""
         return self._read().tolist()
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Decide the step, and return the loss on the CPU."""
+        """Settle the step, and return the loss on the CPU."""
         return self._read().cpu(*args, **kwargs)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Decide the step, and return the loss as a NumPy array."""
+        """Settle the step, and return the loss as a NumPy array."""
         return self._read().numpy(*args, **kwargs)
 
     def __float__(self) -> float:

@@ -1,8 +1,13 @@
 """Determine whether the result of a step may be read one step later; see ``decision``.
 
-`DecisionTiming` asks three tables of rules: for what is known when the run begins, before a step,
-and after its backward pass. The first rule that returns a reason wins. The step is then decided
-now, that is, its result is read before its optimizer runs. Each reason is recorded once.
+`DecisionTiming` asks four tables of rules. `RUN_RULES` is asked when the run begins,
+`BEFORE_STEP_RULES` and `RANK_RULES` before each step, and `AFTER_BACKWARD_RULES` after its backward
+pass. The first rule that returns a reason wins. The step is then decided now, that is, its result
+is read before its optimizer runs. Each reason is recorded once.
+
+The rules in the first two tables have the same answer on all ranks. Those in the last two may have
+different answers, and a rank with a reason then reads the result of the step alone; see
+``run.joint_steps``.
 """
 
 from __future__ import annotations
@@ -44,7 +49,6 @@ class Reason:
 
 
 _NOT_RECORDED = Reason(why=None)
-_AVERAGE_IS_USED = Reason(why="the loss function uses an average (averaged=)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +65,6 @@ class BeforeStep:
     shared_generators: frozenset[str]
     # Whether no divergence is suspected.
     is_calm: bool
-    # Whether a loss function was seen to use an average.
-    average_is_used: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,26 +120,26 @@ RUN_RULES: tuple[RunRule, ...] = (
 # --- when a step begins
 
 
-def ranks_that_must_agree(begin: BeforeStep) -> Reason | None:
-    """Some ranks can agree on a step only before its optimizer runs."""
-    why = begin.context.ranks.why_decide_now
+def ranks_that_must_agree(step: BeforeStep) -> Reason | None:
+    """Some ranks can agree on a step only before its optimizer runs, as with a sharded model."""
+    why = step.context.ranks.why_decide_now
     return None if why is None else Reason(why=why)
 
 
-def optimizer_without_gate(begin: BeforeStep) -> Reason | None:
+def optimizer_without_gate(step: BeforeStep) -> Reason | None:
     """Only torch's fused optimizers read the gate's flag."""
-    for name in begin.names:
-        optimizer = begin.context.parts.optimizers[name]
+    for name in step.names:
+        optimizer = step.context.parts.optimizers[name]
         if not has_gate(optimizer):
             kind = type(optimizer).__name__
             return Reason(why=f"optimizer {name!r} ({kind}) is not fused", fix=_fix_for(optimizer))
     return None
 
 
-def optimizer_with_hooks(begin: BeforeStep) -> Reason | None:
+def optimizer_with_hooks(step: BeforeStep) -> Reason | None:
     """A hook runs even if the step is refused."""
-    for name in begin.names:
-        optimizer = begin.context.parts.optimizers[name]
+    for name in step.names:
+        optimizer = step.context.parts.optimizers[name]
         hooks = (
             *optimizer._optimizer_step_pre_hooks.values(),
             *optimizer._optimizer_step_post_hooks.values(),
@@ -149,13 +151,13 @@ def optimizer_with_hooks(begin: BeforeStep) -> Reason | None:
         *_global_optimizer_pre_hooks.values(),
         *_global_optimizer_post_hooks.values(),
     )
-    if all(map(_is_hook_of_a_tool, global_hooks)):
+    if all(_only_observes(hook) for hook in global_hooks):
         return None
     return Reason(why="a hook is registered that runs in each step of all optimizers")
 
 
-def _is_hook_of_a_tool(hook: Any) -> bool:
-    """Return whether a hook belongs to holdfast or torch, which only observe steps."""
+def _only_observes(hook: Any) -> bool:
+    """Return whether a hook is one of holdfast's or torch's own, which only observe steps."""
     while isinstance(hook, partial):
         hook = hook.func
     # A method and a function have the name of their module, other objects that of their class.
@@ -163,69 +165,65 @@ def _is_hook_of_a_tool(hook: Any) -> bool:
     return module.partition(".")[0] in ("holdfast", "torch")
 
 
-def first_step_of_an_optimizer(begin: BeforeStep) -> Reason | None:
+def first_step_of_an_optimizer(step: BeforeStep) -> Reason | None:
     """An optimizer's first step creates its state, which a refused step would leave behind."""
-    return None if begin.stepped.issuperset(begin.names) else _NOT_RECORDED
+    return None if step.stepped.issuperset(step.names) else _NOT_RECORDED
 
 
-def nested_step(begin: BeforeStep) -> Reason | None:
+def nested_step(step: BeforeStep) -> Reason | None:
     """The outer step is not complete, so the inner one cannot be left undecided."""
-    if not begin.context.state.is_changing:
+    if not step.context.state.is_changing:
         return None
     return Reason(why="a step runs inside another step")
 
 
-def several_batches(begin: BeforeStep) -> Reason | None:
+def several_batches(step: BeforeStep) -> Reason | None:
     """The batches of a window are weighted by their numbers of items, which the host reads."""
-    if not isinstance(begin.batch, Window):
+    if not isinstance(step.batch, Window):
         return None
     return Reason(why="a step over a window of batches reads the number of items of each batch")
 
 
-def average_that_compiled_code_may_use(begin: BeforeStep) -> Reason | None:
+def average_that_compiled_code_may_use(step: BeforeStep) -> Reason | None:
     """In compiled code, nothing notices that an average is used before it is up to date."""
-    parts = begin.context.parts
+    parts = step.context.parts
     if not parts.averages or not (parts.compiled or anything_compiled()):
         return None
     return Reason(why="compiled code may use an average (averaged=) before it is up to date")
 
 
-def average_that_the_loss_uses(begin: BeforeStep) -> Reason | None:
-    """The average must include the last step before the loss function uses it."""
-    return _AVERAGE_IS_USED if begin.average_is_used else None
-
-
-def short_of_memory(begin: BeforeStep) -> Reason | None:
+def short_of_memory(step: BeforeStep) -> Reason | None:
     """While a remedy is in use, each committed step may change the next plan."""
-    ladder = begin.context.ladder
+    ladder = step.context.ladder
     if ladder.is_at_rest and ladder.plan.micro_batch_size is None:
         return None
     return Reason(why="the batch size is limited, or a remedy for a lack of memory is in use")
 
 
-def frozen_parameters_that_change(begin: BeforeStep) -> Reason | None:
+def frozen_parameters_that_change(step: BeforeStep) -> Reason | None:
     """The device does not undo changes to frozen parameters, as in a momentum encoder."""
-    if not begin.context.buffers.states.frozen_parameters_change():
+    if not step.context.buffers.states.frozen_parameters_change():
         return None
     return Reason(why="the loss function changes frozen parameters")
 
 
-def shared_generators(begin: BeforeStep) -> Reason | None:
+def shared_generators(step: BeforeStep) -> Reason | None:
     """A generator cannot be rewound if the loop has drawn from it in the meantime."""
-    if not begin.shared_generators:
+    if not step.shared_generators:
         return None
-    generators = listed(sorted(begin.shared_generators))
+    generators = listed(sorted(step.shared_generators))
     return Reason(why=f"the loss function and the loop draw from the same generator ({generators})")
 
 
-def suspected_divergence(begin: BeforeStep) -> Reason | None:
+def suspected_divergence(step: BeforeStep) -> Reason | None:
     """While a divergence is suspected, there is no loss limit that the device could apply."""
-    if begin.is_calm or not _may_refuse_spikes(begin.context):
+    if step.is_calm or not _may_refuse_spikes(step.context):
         return None
     return _NOT_RECORDED
 
 
-# These rules have the same answer on all ranks, which must decide a step at the same time.
+# These rules must have the same answer on all ranks, since all of them must run either
+# `Steps._run_now` or `Steps._launch_or_decide`, whose collectives differ.
 BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
     ranks_that_must_agree,
     optimizer_without_gate,
@@ -237,37 +235,36 @@ BEFORE_STEP_RULES: tuple[BeforeStepRule, ...] = (
     suspected_divergence,
 )
 
-# These rules may have different answers on different ranks. A rank that must read the result of a
-# step at once does so alone, after the backward pass; see `run.joint_steps`.
+# These rules may have different answers on different ranks. With several ranks, their reason
+# applies only after the backward pass, together with those of `AFTER_BACKWARD_RULES`.
 RANK_RULES: tuple[BeforeStepRule, ...] = (
     short_of_memory,
     frozen_parameters_that_change,
     shared_generators,
-    average_that_the_loss_uses,
 )
 
 
 # --- after the backward pass
 
 
-def buffer_without_copy(end: AfterBackward) -> Reason | None:
+def buffer_without_copy(step: AfterBackward) -> Reason | None:
     """A buffer that was replaced, or has changed for the first time, cannot be gated."""
-    if end.context.buffers.can_gate():
+    if step.context.buffers.can_gate():
         return None
     return Reason(why="the loss function replaces a buffer, or changes one for the first time")
 
 
-def frozen_parameters_have_changed(end: AfterBackward) -> Reason | None:
+def frozen_parameters_have_changed(step: AfterBackward) -> Reason | None:
     """Frozen parameters may begin to change in any step, such as after a warm-up."""
-    if not end.context.buffers.states.frozen_parameters_have_changed():
+    if not step.context.buffers.states.frozen_parameters_have_changed():
         return None
     return Reason(why="the loss function changes frozen parameters")
 
 
-def parameter_without_state(end: AfterBackward) -> Reason | None:
+def parameter_without_state(step: AfterBackward) -> Reason | None:
     """A parameter's first step creates its state, which a refused step would leave behind."""
-    for name in end.work.names:
-        optimizer = end.context.parts.optimizers[name]
+    for name in step.work.names:
+        optimizer = step.context.parts.optimizers[name]
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if len(optimizer.state) >= count:
             # Usually every parameter has state, which is quick to check.
@@ -283,19 +280,21 @@ def parameter_without_state(end: AfterBackward) -> Reason | None:
     return None
 
 
-def average_used_in_the_attempt(end: AfterBackward) -> Reason | None:
-    """If the loss function uses an average, each step is decided now; see the rule for a step."""
-    return _AVERAGE_IS_USED if end.average_is_used else None
+def average_that_the_loss_uses(step: AfterBackward) -> Reason | None:
+    """The average must include the last step before the loss function uses it."""
+    if not step.average_is_used:
+        return None
+    return Reason(why="the loss function uses an average (averaged=)")
 
 
-def repetition_is_due(end: AfterBackward) -> Reason | None:
+def repetition_is_due(step: AfterBackward) -> Reason | None:
     """A scheduled repetition compares two passes, so their results must be read."""
-    return _NOT_RECORDED if is_repetition_due(end.context) else None
+    return _NOT_RECORDED if is_repetition_due(step.context) else None
 
 
-def changed_batch(end: AfterBackward) -> Reason | None:
+def changed_batch(step: AfterBackward) -> Reason | None:
     """A batch that the loss function has changed cannot be used again if the step is refused."""
-    if versions_of(end.work.tensors) == end.work.versions:
+    if versions_of(step.work.tensors) == step.work.versions:
         return None
     return Reason(why="the loss function changes its batch in place")
 
@@ -304,7 +303,7 @@ AFTER_BACKWARD_RULES: tuple[AfterBackwardRule, ...] = (
     buffer_without_copy,
     frozen_parameters_have_changed,
     parameter_without_state,
-    average_used_in_the_attempt,
+    average_that_the_loss_uses,
     repetition_is_due,
     changed_batch,
 )
@@ -392,7 +391,8 @@ class DecisionTiming:
         self._average_is_used = False
         # The reasons that were recorded.
         self._recorded: set[str] = set()
-        # Why this rank must read the result of the current step at once, whatever others do.
+        # The reason in `RANK_RULES` why this rank must read the result of the current step at once,
+        # whatever other ranks do. It is found before the step, and applies after backward.
         self._reason_of_rank: Reason | None = None
         decide = context.policy.decide
         if decide == "late":
@@ -414,10 +414,12 @@ class DecisionTiming:
     def must_decide_now(self, batch: Any, names: Sequence[str], *, is_calm: bool) -> bool:
         """Return whether the result of the next step must be read before its optimizer runs.
 
+        The answer is the same on all ranks.
+
         Args:
             batch: The batch of the step.
             names: The names of the optimizers to step.
-            is_calm: Whether no divergence is suspected. The same on all ranks.
+            is_calm: Whether no divergence is suspected. It must be the same on all ranks.
         """
         if not self.may_decide_late:
             return True
@@ -425,33 +427,34 @@ class DecisionTiming:
         if reason is not None:
             self.may_decide_late = False
         else:
-            begin = BeforeStep(
+            step = BeforeStep(
                 context=self._context,
                 batch=batch,
                 names=names,
                 stepped=self._stepped,
                 shared_generators=self.generators.shared,
                 is_calm=is_calm,
-                average_is_used=self._average_is_used,
             )
-            reason = _reason_in(BEFORE_STEP_RULES, begin)
-            self._reason_of_rank = _reason_in(RANK_RULES, begin)
+            reason = _reason_in(BEFORE_STEP_RULES, step)
+            self._reason_of_rank = _reason_in(RANK_RULES, step)
             if not self._context.ranks.has_group:
+                # A process without other ranks need not wait until after backward.
                 reason = reason or self._reason_of_rank
         return self._note(reason)
 
     def must_decide_attempt_now(self, work: Work, attempt: UnreadAttempt) -> bool:
         """Return whether the result of an attempt must be read before the optimizer runs.
 
-        With several ranks, the answer may be different on other ranks.
+        The answer may be different on other ranks. Call this only after `must_decide_now` has
+        returned False for the step.
         """
-        end = AfterBackward(
+        step = AfterBackward(
             context=self._context,
             work=work,
             attempt=attempt,
             average_is_used=self._average_is_used,
         )
-        return self._note(self._reason_of_rank or _reason_in(AFTER_BACKWARD_RULES, end))
+        return self._note(self._reason_of_rank or _reason_in(AFTER_BACKWARD_RULES, step))
 
     def note_committed(self, names: Sequence[str]) -> None:
         """Note that these optimizers have stepped."""

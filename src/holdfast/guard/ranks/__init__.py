@@ -5,7 +5,7 @@ Read in this order:
 1. `interface`: `Ranks`, the interface through which the guard works with the ranks of a run.
 2. `single_process`: `SingleProcess`, for a process that trains alone. Most methods do nothing.
 3. `row` and `row_exchange`: the numbers that ranks exchange in each step. `decisions` derives stops
-   and saves from them.
+   and saves from them, and `item_weights` the weights of the gradients.
 4. `process_group`: `ProcessGroupRanks`, the common base class for several ranks. `ddp` and `fsdp`
    complete it for DistributedDataParallel and ``fully_shard``. `replicated` and `sharded` handle
    the collectives of such models, behind the interface in `distributed_model`. `recognize` chooses
@@ -27,6 +27,16 @@ messages, which are exchanged only if an attempt has failed or its gradients are
       otherwise               <-- messages --->      otherwise            has an attempt failed?
         yes: False                                     yes: False         both repeat the attempt
         no: True                                       no: True           both skip the step
+
+In a step that is decided late, the first part is the same, but the rows stay on the device, and no
+rank waits::
+
+    combine_without_reading()                      combine_without_reading()
+    end_late_attempt()                             end_late_attempt()
+      ...the next step, as far as end_late_attempt()...
+    receive_stops_and_saves()                      receive_stops_and_saves()
+      or, if the step was refused:
+    agree_on_failure()        <-- messages --->    agree_on_failure()       both repeat the step
 
 A rank that runs out of memory calls `complete_collectives` instead of `accepts`. It starts the
 collectives that the other ranks are waiting for, and sends NaN, so that these ranks reach `accepts`

@@ -69,7 +69,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     @property
     def why_decide_now(self) -> str | None:
         """Return why the result of a step must be read before its optimizer runs, or None."""
-        if self._has_failed_unread:
+        if self._has_late_failure:
             return "a rank has run out of memory, so all ranks agree on each attempt"
         return self._model.why_decide_now
 
@@ -106,7 +106,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
             OutOfMemoryError: H402 if the step is decided late, since the other ranks then learn too
                 late that this one needs their state.
         """
-        if self.has_unread:
+        if self.has_late_attempt:
             raise without_help("the other ranks have already continued with the next step")
         self._transfer.request()
         return True
@@ -190,7 +190,7 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         if self._is_alone:
             return passed
         items = 1 if added else passed.items
-        weight = self._exchange.weight(
+        weight = self._exchange.send_and_weight(
             passed.loss, items, counted=passed.counted, **self._pace.fields_of_row()
         )
         is_one = isinstance(weight, float) and weight == 1.0

@@ -80,14 +80,14 @@ class GroupSaves:
         self._own = own
         self._messages = messages
         self._cursor = cursor
-        # The global steps at which a save is due, as far as this has been announced.
+        # The global steps at which a save is due, according to the last row that was received.
         self._due_at: list[int] = []
         # The global step at which `take_due` last returned True, or -1.
         self._taken_at = -1
         self._refused = False
 
     def fields_of_row(self, kind: float) -> dict[str, float]:
-        """Return the row fields that hold the decision. Only the first rank calls this.
+        """Return the row fields that say when to save. Only the first rank calls this.
 
         Args:
             kind: The kind of the row that is about to be sent, such as `STEP`.
@@ -119,7 +119,7 @@ class GroupSaves:
         return self._own.is_due(after_steps=steps, saved_after=saved_after)
 
     def receive(self, rows: Rows, *, is_counted: bool) -> None:
-        """Apply the decision in the first rank's row.
+        """Take over when to save from the first rank's row.
 
         Args:
             rows: The rows of all ranks.
@@ -149,7 +149,7 @@ class GroupSaves:
         return any(self._taken_at < step <= global_step for step in self._due_at)
 
     def take_due(self) -> bool:
-        """Return whether all ranks must save now. If so, the decision has then been carried out."""
+        """Return whether all ranks must save now, and count the save as done."""
         if not self.is_due():
             return False
         self._taken_at = self._own.global_step

@@ -41,7 +41,11 @@ class Saves(Protocol):
         ...
 
     def take_due(self) -> bool:
-        """Return whether all ranks must save now, which the caller then does or postpones."""
+        """Return whether all ranks must save now.
+
+        If so, the caller must save, or remember that it has postponed the save: with several ranks,
+        further calls at this step boundary return False.
+        """
         ...
 
     def take_refusal(self) -> str | None:
@@ -53,7 +57,12 @@ class Ranks(Protocol):
     """The ranks of a run, from the perspective of one rank.
 
     All ranks must call a method at the same point in the program, unless its docstring says
-    otherwise.
+    otherwise. A single rank may read any property.
+
+    The guard calls these methods in an attempt at a step: `begin_attempt`, `weighted_loss` before
+    backward, `combine` and `inspect_gradients` after it, and then `accepts` or, if the attempt has
+    failed on this rank, `complete_collectives`. A step that is decided late uses other methods
+    after backward; see the section about it below.
     """
 
     @property
@@ -201,6 +210,9 @@ class Ranks(Protocol):
     def combine(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
         """Rescale the gradients for the number of items on all ranks, and combine the results.
 
+        If the attempt has failed on another rank, the gradients are left as they are, since
+        `accepts` will return False.
+
         Args:
             passed: The result of the passes on this rank.
             parameters: The parameters that have gradients.
@@ -208,71 +220,9 @@ class Ranks(Protocol):
         Returns:
             A result with the mean loss over the items of all ranks and the number of these items.
             All other fields are those of this rank.
-        """
-        ...
-
-    @property
-    def why_decide_now(self) -> str | None:
-        """Return why the result of a step must be read before its optimizer runs, or None.
-
-        The answer is the same on all ranks; see `holdfast.guard.decision`. It is empty if the
-        reason passes after the first steps.
-        """
-        ...
-
-    def combine_unread(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Do the same as `combine`, without reading the results of the other ranks.
-
-        Returns:
-            A result like that of `combine`, whose loss and number of items are tensors of shape
-            ``()``. The number of items is NaN if it is not valid on any of the ranks.
-        """
-        ...
-
-    def leave_unread(self) -> None:
-        """End an attempt that has succeeded on this rank, and whose result is read later."""
-        ...
-
-    @property
-    def has_unread(self) -> bool:
-        """Return whether `receive_unread` must still be called for the last step."""
-        ...
-
-    def fail_unread(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
-        """End an attempt that has failed on this rank, so that all ranks refuse it.
-
-        Only the ranks that failed call this method. The other ranks call `leave_unread`. All ranks
-        learn of the failure in `agree_on_failure`.
-
-        Args:
-            failure: A description of the failure.
-            parameters: The parameters whose gradients are cleared.
 
         Raises:
-            OutOfMemoryError: H401 if the collectives cannot be completed.
-        """
-        ...
-
-    def receive_unread(self, *, in_step: bool) -> None:
-        """Receive the decisions that other ranks have sent with the last step, which was accepted.
-
-        If there is no such step, or they were received already, this does nothing.
-
-        Args:
-            in_step: Whether the next step has already been attempted.
-        """
-        ...
-
-    def agree_on_failure(self, *, failed: bool) -> bool:
-        """Return whether the last step, which all ranks have refused, has failed on any rank.
-
-        An attempt at the next step is discarded too.
-
-        Args:
-            failed: Whether the last step has failed on this rank.
-
-        Raises:
-            RankError: H116 if the ranks were not at the same step with the same batch.
+            BatchError: H203 if the number of items is not valid on any of the ranks.
         """
         ...
 
@@ -341,6 +291,93 @@ class Ranks(Protocol):
 
         Returns:
             The origin, or a reason why it is unknown.
+        """
+        ...
+
+    # --- a step that is decided late
+    #
+    # The optimizers of such a step run before the host has read its result; see
+    # `holdfast.guard.decision`. After backward, the guard calls `combine_without_reading`, and then
+    # `end_late_attempt` or, if the attempt has failed on this rank, `end_failed_late_attempt`. The
+    # devices of all ranks then accept the step, or all refuse it.
+    #
+    # The ranks return to this step at the next joint point, which all of them reach at the same
+    # place in the program; see `holdfast.guard.run.joint_steps`. If the step was accepted, they
+    # call `receive_stops_and_saves`. If it was refused, they call `agree_on_failure` and repeat the
+    # step with the methods for other steps. By then, a late attempt at the next step may have
+    # ended, but never more than one.
+
+    @property
+    def why_decide_now(self) -> str | None:
+        """Return why the result of a step must be read before its optimizers run, or None.
+
+        The answer is the same on all ranks. It is empty if the reason passes after the first steps.
+        """
+        ...
+
+    def combine_without_reading(
+        self, passed: PassResult, parameters: Sequence[torch.Tensor]
+    ) -> PassResult:
+        """Do the same as `combine`, without reading the results of the other ranks.
+
+        Returns:
+            A result like that of `combine`, whose loss and number of items are tensors of shape
+            ``()``. If an attempt has failed on any rank, the loss is NaN. If the number of items is
+            not valid on any rank, or if the ranks are not at the same step with the same batch, the
+            number of items is NaN.
+        """
+        ...
+
+    def end_late_attempt(self) -> None:
+        """End a late attempt that has succeeded on this rank. Other ranks may have failed in it."""
+        ...
+
+    def end_failed_late_attempt(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """End a late attempt that has failed on this rank, so that all ranks refuse it.
+
+        Only the ranks that failed call this method. The others call `end_late_attempt`, and learn
+        of the failure in `agree_on_failure`.
+
+        Args:
+            failure: A description of the failure.
+            parameters: The parameters whose gradients are cleared.
+
+        Raises:
+            OutOfMemoryError: H401 if the collectives that the other ranks are waiting for cannot be
+                completed.
+        """
+        ...
+
+    @property
+    def has_late_attempt(self) -> bool:
+        """Return whether a late attempt has ended, and the ranks have not returned to it since."""
+        ...
+
+    def receive_stops_and_saves(self, *, is_next_attempted: bool) -> None:
+        """Apply the stop requests and save decisions that the ranks sent with the last step.
+
+        The step must have been accepted and counted. If it was not decided late, this does nothing,
+        because `accepts` has already applied them. A second call does nothing either.
+
+        Args:
+            is_next_attempted: Whether a late attempt at the next step has ended too. Nothing that
+                was sent with it is applied.
+
+        Raises:
+            RankError: H116 if the ranks were not at the same step with the same batch.
+        """
+        ...
+
+    def agree_on_failure(self, *, has_failed: bool) -> bool:
+        """Return whether the last step, which all ranks have refused, has failed on any rank.
+
+        This discards the late attempt at the step, and the one at the next step if there is one.
+
+        Args:
+            has_failed: Whether the last step has failed on this rank.
+
+        Raises:
+            RankError: H116 if the ranks were not at the same step with the same batch.
         """
         ...
 

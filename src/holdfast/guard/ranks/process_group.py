@@ -9,7 +9,6 @@ way tells the others why, and all ranks exit.
 from __future__ import annotations
 
 import contextlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from holdfast.guard.ranks.decisions import GroupSaves, GroupStopRequest
 from holdfast.guard.ranks.differing_state import EntriesByKind
 from holdfast.guard.ranks.distributed_model import DistributedModel
 from holdfast.guard.ranks.interface import Saves
+from holdfast.guard.ranks.item_weights import ItemWeights
 from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.origin import OriginReport, origin_among_ranks, report_of
 from holdfast.guard.ranks.pace import Pace, peak_bytes
@@ -60,7 +60,7 @@ _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
 class _Result(IntEnum):
     """The result of an attempt on one rank."""
 
-    MADE = 0
+    SUCCEEDED = 0
     FAILED = 1
     # There was no attempt, because this rank's optimizer failed in the last step.
     BEHIND = 2
@@ -91,17 +91,18 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._transfer = transfer
         self._states = RankStates(messages, transfer)
         self._pace = Pace(self.world_size)
+        self._weights = ItemWeights(self.world_size)
         # How many collectives the loss or the model started in the last attempt that succeeded on
         # all ranks.
         self._own_collectives = 0
         # Whether the loss or the model has ever started collectives.
         self._has_own_collectives = False
-        # Whether an attempt whose result was not read at once has failed on any rank.
-        self._has_failed_unread = False
+        # Whether a late attempt has failed on any rank.
+        self._has_late_failure = False
         # An event that the guard has not recorded yet.
         self._event: OwnCollectives | None = None
-        # This is created by `connect`, because it needs this rank's loader and saves, which in turn
-        # need these ranks.
+        # This is created by `connect`: it needs the object that saves this rank's checkpoints, and
+        # that object in turn needs `writers` and `part_to_save` of these ranks.
         self._row_exchange: RowExchange | None = None
 
     @property
@@ -235,7 +236,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._row_exchange = RowExchange(
             model=self._model,
             messages=self._messages,
-            world_size=self.world_size,
+            weights=self._weights,
             stop=group_stop,
             saves=group_saves,
             cursor=cursor,
@@ -330,7 +331,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """Return the loss weighted by this rank's items, and start sending the row."""
         loss = terms.total()
         self.check_terms(terms)
-        weight = self._exchange.weight(
+        weight = self._exchange.send_and_weight(
             loss.detach(), terms.items[0], counted=terms.counted, **self._pace.fields_of_row()
         )
         return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
@@ -350,27 +351,8 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         rows = self._exchange.receive()
         if not rows.failed:
             self._note_own_collectives(self._model.own_collectives())
-            self._exchange.correct_gradients(parameters)
-        return PassResult(
-            passed.loss.new_tensor(rows.loss),
-            rows.items,
-            passed.dropped,
-            passed.counted,
-            passed.extra,
-        )
-
-    def combine_unread(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Do the same as `combine`, without reading the rows of the other ranks."""
-        rows = self._exchange.correct_gradients_unread(parameters)
-        self._note_own_collectives(self._model.own_collectives())
-        are_valid = rows.are_valid(counted=self._exchange.counted)
-        return PassResult(
-            rows.loss().to(passed.loss.dtype),
-            torch.where(are_valid, rows.items(), math.nan),
-            passed.dropped,
-            passed.counted,
-            passed.extra,
-        )
+            self._weights.correct_gradients(rows, parameters)
+        return passed._replace(loss=passed.loss.new_tensor(rows.loss), items=rows.items)
 
     def _note_own_collectives(self, count: int) -> None:
         """Record how many collectives the loss or the model started in an attempt."""
@@ -392,10 +374,10 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         rows = self._exchange.rows
         # A failed rank sends NaN, so the ranks need to exchange results only if a value is not
         # finite.
-        if (attempt.facts.nonfinite or rows.failed) and self._agree_on_retry(_Result.MADE):
+        if (attempt.facts.nonfinite or rows.failed) and self._agree_on_retry(_Result.SUCCEEDED):
             return False
         self._model.end_attempt()
-        self._exchange.receive_decisions(rows, is_counted=False)
+        self._exchange.apply_stops_and_saves(rows, is_counted=False)
         self._pace.add(rows)
         self._pace.end_step()
         return True
@@ -410,6 +392,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._agree_on_retry(_Result.FAILED)
 
     def _complete_or_raise(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Complete the collectives of an attempt that has failed on this rank.
+
+        Args:
+            failure: A description of the failure.
+            parameters: The parameters whose gradients are cleared, which frees memory.
+
+        Raises:
+            OutOfMemoryError: H401 if the collectives cannot be completed.
+        """
         for parameter in parameters:
             parameter.grad = None
         device = self._model.device
@@ -459,24 +450,28 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         if not any(results):
             return False
         self._model.discard_attempt()
-        self._exchange.discard()
+        self._weights.discard_attempt()
         self._transfer.catch_up([other == _Result.BEHIND for other in results])
         return True
 
-    # --- an attempt whose result is read after the next one
+    # --- a step that is decided late
 
-    def leave_unread(self) -> None:
+    def combine_without_reading(
+        self, passed: PassResult, parameters: Sequence[torch.Tensor]
+    ) -> PassResult:
+        """Do the same as `combine`, without reading the rows of the other ranks."""
+        rows = self._exchange.on_device()
+        items = self._weights.correct_gradients_on_device(rows, parameters)
+        self._note_own_collectives(self._model.own_collectives())
+        return passed._replace(loss=rows.loss().to(passed.loss.dtype), items=items)
+
+    def end_late_attempt(self) -> None:
         """End an attempt, and start copying the rows of all ranks to the host."""
         self._model.end_attempt()
-        self._exchange.leave_unread()
+        self._exchange.end_late_attempt()
         self._pace.end_step()
 
-    @property
-    def has_unread(self) -> bool:
-        """Return whether the rows of the last step have not been read yet."""
-        return self._exchange.has_unread
-
-    def fail_unread(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+    def end_failed_late_attempt(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
         """Complete the collectives of an attempt that has failed here, so that all ranks refuse it.
 
         Raises:
@@ -484,25 +479,30 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         """
         self._complete_or_raise(failure, parameters)
         self._model.discard_attempt()
-        self.leave_unread()
+        self.end_late_attempt()
 
-    def receive_unread(self, *, in_step: bool) -> None:
-        """Apply the decisions in the rows of the last step, which was accepted."""
-        rows = self._exchange.take_unread(except_newest=in_step)
+    @property
+    def has_late_attempt(self) -> bool:
+        """Return whether the rows of a late attempt that has ended have not been read yet."""
+        return self._exchange.has_late_attempt
+
+    def receive_stops_and_saves(self, *, is_next_attempted: bool) -> None:
+        """Apply the stop requests and save decisions in the rows of the last step."""
+        rows = self._exchange.take_late_rows(is_next_attempted=is_next_attempted)
         if rows is not None:
-            self._exchange.receive_decisions(rows, is_counted=True)
+            self._exchange.apply_stops_and_saves(rows, is_counted=True)
             self._pace.add(rows)
 
-    def agree_on_failure(self, *, failed: bool) -> bool:
+    def agree_on_failure(self, *, has_failed: bool) -> bool:
         """Return whether the last step, which all ranks have refused, has failed on any rank."""
-        result = _Result.FAILED if failed else _Result.MADE
+        result = _Result.FAILED if has_failed else _Result.SUCCEEDED
         results = self._messages.exchange("the last step", int(result))
-        self._exchange.discard_unread()
-        has_failed = any(results)
-        if has_failed:
-            self._has_failed_unread = True
+        self._exchange.discard_late_attempts()
+        has_failed_anywhere = any(results)
+        if has_failed_anywhere:
+            self._has_late_failure = True
             self._model.discard_attempt()
-        return has_failed
+        return has_failed_anywhere
 
     # --- NaN and Inf
 
@@ -521,7 +521,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def end_epoch(self) -> RankIsSlow | None:
         """Record that the loader has ended. The first rank returns an event about a slow rank."""
         rows = self._rows_of_epoch_end()
-        self._exchange.receive_decisions(rows, is_counted=True)
+        self._exchange.apply_stops_and_saves(rows, is_counted=True)
         self._transfer.catch_up(rows.which_failed())
         slowest = self._pace.slowest(rows)
         return slowest if self.rank == 0 else None
@@ -564,7 +564,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
             return None
         states = self._states.gather(own, trees, constant, unsaved)
         return {
-            "reference": self._exchange.reference,
+            "reference": self._weights.reference,
             "each": states,
             "order": self._model.gradient_order,
         }
@@ -575,7 +575,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         If a different number of ranks wrote the checkpoint, this rank gets a new random state.
         """
         saved = training.get("ranks") or {"reference": None, "each": []}
-        self._exchange.resume(saved["reference"])
+        self._weights.restore(saved["reference"])
         states = saved["each"]
         if len(states) != self.world_size:
             return state_of_new_rank(training, self.rank)

@@ -1,7 +1,7 @@
 """The row of numbers that each rank sends to all ranks in each step, during the backward pass.
 
-A rank sends a `Row`. `PendingRows` is an exchange in progress, and its result are the rows of all
-ranks: as `Rows` once the host has read them, and as `DeviceRows` before that.
+A rank sends a `Row`. `PendingRows` is an exchange in progress. It returns the rows of all ranks as
+`Rows`, for which the host must wait, or as `DeviceRows`, which the device can use before that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from holdfast.memory.host_copy import HostCopy
 # The kinds of rows: a row is sent in each attempt at a step, and at the end of each epoch.
 STEP = 0.0
 EPOCH_END = 1.0
-
 
 # Newer versions of torch warn about the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -84,9 +83,11 @@ class Row(NamedTuple):
 _WIDTH = len(Row._fields)
 _ITEMS = Row._fields.index("items")
 _LOSS = Row._fields.index("loss")
-# The fields that must be equal on all ranks in a step.
-_MUST_AGREE = [Row._fields.index(name) for name in ("kind", "number", "guard", "epoch", "batch")]
 _REPEATS = Row._fields.index("repeats")
+# The fields that must be equal on all ranks. At the end of an epoch, the batches may differ: a rank
+# may have skipped an empty last batch, which is harmless.
+_EQUAL_AT_EPOCH_END = [Row._fields.index(name) for name in ("kind", "number", "guard")]
+_EQUAL_IN_STEP = [*_EQUAL_AT_EPOCH_END, Row._fields.index("epoch"), Row._fields.index("batch")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ class Rows:
 
     def check(self) -> None:
         """Raise H116 unless all ranks are at the same step, with the same batch."""
-        if all(_must_agree(row) == _must_agree(self.by_rank[0]) for row in self.by_rank):
+        first = _values_that_must_be_equal(self.by_rank[0])
+        if all(_values_that_must_be_equal(row) == first for row in self.by_rank):
             return
         raise RankError(
             self._difference(),
@@ -205,15 +207,10 @@ class Rows:
         return f"{text}: rank {ahead} has skipped {which} of epoch {first.epoch}, without a step"
 
 
-def _must_agree(row: Row) -> tuple[float, ...]:
-    """Return the part of a row that must be equal on all ranks.
-
-    These are kind, number, guard and, in a step, the epoch and the batch. At the end of an epoch,
-    the batches may differ: a rank may have skipped an empty last batch, which is harmless.
-    """
-    if row.kind == STEP:
-        return row.kind, row.number, row.guard, row.epoch, row.batch
-    return row.kind, row.number, row.guard
+def _values_that_must_be_equal(row: Row) -> list[float]:
+    """Return the values in a row that must be equal on all ranks."""
+    fields = _EQUAL_IN_STEP if row.kind == STEP else _EQUAL_AT_EPOCH_END
+    return [row[field] for field in fields]
 
 
 @final
@@ -237,8 +234,9 @@ class PendingRows:
         self._row[_LOSS] = loss
         self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
         self._work = _gather(self._all, self._row, group=group, async_op=True)
-        # Whether later operations on the device use the rows of all ranks.
+        # Whether operations that are launched from now on can use `_all`.
         self._has_arrived = False
+        # The copy of `_all` in host memory, once it has been started.
         self._copy: HostCopy | None = None
         self._rows: Rows | None = None
 
@@ -296,27 +294,31 @@ class DeviceRows:
         return self._column(_ITEMS).sum()
 
     def are_valid(self, *, counted: bool) -> torch.Tensor:
-        """Return whether a step may be made with these rows: a bool tensor of shape ``()``.
+        """Return whether all ranks are at the same step, each with a valid number of items.
 
-        All ranks must be at the same step with the same batch, and the number of items must be
-        valid on each of them. A rank may have 0 items only if it repeats samples that another rank
-        counts.
+        This corresponds to `Rows.check` and to the checks in `ItemWeights.correct_gradients`: all
+        ranks must have the same batch, and a rank may have 0 items only if it repeats samples that
+        another rank counts.
 
         Args:
             counted: Whether the numbers of items must be whole numbers.
+
+        Returns:
+            A bool tensor of shape ``()``.
         """
         # An index with a list of fields would copy the list to the device, and make the host wait.
-        position = torch.stack([self._column(field) for field in _MUST_AGREE])
-        agree = (position == position[:, :1]).all()
+        values = torch.stack([self._column(field) for field in _EQUAL_IN_STEP])
+        are_equal = (values == values[:, :1]).all()
         items = self._column(_ITEMS)
         repeats = self._column(_REPEATS) != 0
         valid = (items > 0) | ((items == 0) & repeats)
         valid = valid & torch.isfinite(items)
         if counted:
             valid = valid & (items == items.floor())
-        return agree & valid.all()
+        return are_equal & valid.all()
 
     def _column(self, field: int) -> torch.Tensor:
+        """Return the values of a field, given by its index, on all ranks: shape ``(ranks,)``."""
         return self._numbers[:, field]
 
 

@@ -42,7 +42,7 @@ class SingleProcess:
     shards_state = False
     why_only_retry = None
     why_decide_now = None
-    has_unread = False
+    has_late_attempt = False
     ignored: Sequence[str] = ()
 
     def __init__(self) -> None:
@@ -106,23 +106,6 @@ class SingleProcess:
         """Return `passed` unchanged, since there are no other results."""
         return passed
 
-    def combine_unread(self, passed: PassResult, parameters: Sequence[torch.Tensor]) -> PassResult:
-        """Return `passed` unchanged, since there are no other results."""
-        return passed
-
-    def leave_unread(self) -> None:
-        """Do nothing: there are no results of other ranks to read."""
-
-    def fail_unread(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Do nothing: no other rank is waiting in a collective."""
-
-    def receive_unread(self, *, in_step: bool) -> None:
-        """Do nothing: there are no other ranks that decide anything."""
-
-    def agree_on_failure(self, *, failed: bool) -> bool:
-        """Return `failed`, since no other rank can have failed."""
-        return failed
-
     def inspect_gradients(
         self, groups: Sequence[Group], loss: torch.Tensor, items: torch.Tensor | None
     ) -> tuple[GradientFacts, torch.Tensor]:
@@ -153,6 +136,27 @@ class SingleProcess:
     ) -> Provenance:
         """Return the origin that a replay of the step finds."""
         return replay()
+
+    # --- a step that is decided late
+
+    def combine_without_reading(
+        self, passed: PassResult, parameters: Sequence[torch.Tensor]
+    ) -> PassResult:
+        """Return `passed` unchanged, since there are no other results."""
+        return passed
+
+    def end_late_attempt(self) -> None:
+        """Do nothing: there are no results of other ranks to read."""
+
+    def end_failed_late_attempt(self, failure: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Do nothing: no other rank is waiting in a collective."""
+
+    def receive_stops_and_saves(self, *, is_next_attempted: bool) -> None:
+        """Do nothing: there are no other ranks that decide anything."""
+
+    def agree_on_failure(self, *, has_failed: bool) -> bool:
+        """Return `has_failed`, since no other rank can have failed."""
+        return has_failed
 
     # --- a batch that is split, or a model that one rank runs alone
 

@@ -32,8 +32,9 @@ from holdfast.guard.ranks.store import RankStore
 # The time between two checks for new entries on other ranks' tapes or on this rank's tape, in
 # seconds.
 _POLL_SECONDS = 0.002
-# How many tapes of earlier attempts a rank keeps. A rank cannot be more than one attempt ahead of
-# another one, because it waits for the result of each attempt after the next one.
+# How many tapes of earlier attempts a rank keeps. A rank may be one attempt ahead of a rank that
+# asks for its tape. It cannot be further ahead, because after each attempt it waits for the result
+# of the attempt before.
 _KEPT_TAPES = 2
 # The kinds of collectives on a tape. The tape of a sharded model has all kinds. That of a
 # replicated model has only `ROW`, since the process group counts the other collectives.
@@ -152,12 +153,13 @@ class Tape:
                 rank: self._messages.read(f"{name}/end")
                 for name, rank in zip(names, self._messages.others, strict=True)
             }
-            late = [
+            # Another rank has ended the attempt once its whole tape has been followed.
+            missing = [
                 rank for rank, length in lengths.items() if length is None or int(length) > position
             ]
-            if not late:
+            if not missing:
                 return self._obstacle(names, all_have_ended=True)
-            self._check_timeout(last_entry_time, late[0])
+            self._check_timeout(last_entry_time, missing[0])
             time.sleep(_POLL_SECONDS)
 
     def wait_for_row(self) -> str | None:
@@ -175,26 +177,28 @@ class Tape:
             obstacle = self._obstacle(names)
             if obstacle is not None:
                 return obstacle
-            late = [
+            missing = [
                 rank
                 for name, rank in zip(names, self._messages.others, strict=True)
                 if not (self._messages.read(f"{name}/0") or self._messages.read(f"{name}/end"))
             ]
-            if not late:
+            if not missing:
                 return self._obstacle(names, all_have_ended=True)
-            self._check_timeout(start, late[0])
+            self._check_timeout(start, missing[0])
             time.sleep(_POLL_SECONDS)
 
-    def _check_timeout(self, since: float, late_rank: int) -> None:
+    def _check_timeout(self, since: float, missing_rank: int) -> None:
         """Report H114 about a rank if the timeout of the process group has passed.
+
+        The next call to `Messages.read` then raises it.
 
         Args:
             since: The monotonic time at which the wait started.
-            late_rank: The rank that is still missing.
+            missing_rank: The rank that this rank is waiting for.
         """
         if time.monotonic() > since + self._messages.timeout_seconds:
             self._messages.lose(
-                late_rank, "has not reached the end of a step in which another rank has failed"
+                missing_rank, "has not reached the end of a step in which another rank has failed"
             )
 
     def _request_tapes(self) -> list[str]:
@@ -255,19 +259,19 @@ class Tape:
             attempt: The number of the attempt, which this rank may not have started yet.
         """
         sent = 0
-        collectives: Counter[str] = Counter()
+        sent_collectives: Counter[str] = Counter()
         is_over = False
         while not is_over:
             time.sleep(_POLL_SECONDS)
             if self._attempt < attempt:
                 continue
             is_over = self._is_over or self._attempt > attempt
-            entries, begun = self._recorded(attempt)
+            entries, started = self._recorded(attempt)
             # The counts are read after the entries, and sent before them. A rank that has received
             # an entry therefore knows about all collectives that were started before that entry.
-            if begun != collectives:
-                store.set_text(f"{name}/collectives", json.dumps(begun))
-                collectives = begun
+            if started != sent_collectives:
+                store.set_text(f"{name}/collectives", json.dumps(started))
+                sent_collectives = started
             for entry in entries[sent:]:
                 store.set_text(f"{name}/{sent}", json.dumps(entry))
                 sent += 1
@@ -276,10 +280,10 @@ class Tape:
     def _recorded(self, attempt: int) -> tuple[Sequence[Entry], Counter[str]]:
         """Return the entries of an attempt so far, and its counts of collectives."""
         entries = self._entries
-        seen = len(entries)
-        begun = self.collectives.started()
+        length = len(entries)
+        started = self.collectives.started()
         if self._attempt == attempt:
-            return entries[:seen], begun
+            return entries[:length], started
         # The attempt has ended, perhaps while the values above were read.
         ended = self._ended.get(attempt, _EndedTape())
         return ended.entries, ended.collectives

@@ -4,7 +4,7 @@ Read in this order:
 
 loop            iterates over batches; saves, stops and rewinds between them
 steps           `Steps` runs, counts and records a step; ``undecided`` holds one whose result
-                was not read yet
+                was not read yet, and ``joint_steps`` is for several ranks
 recovery        `Recovery` decides how to continue after NaN or Inf, a loss spike, or an optimizer
                 that ran out of memory
 sample_reports  reports the samples that caused NaN or Inf

@@ -1,8 +1,11 @@
-"""Run steps, and read the results of late ones.
+"""Run steps, and settle those that are decided late.
 
 `Steps` runs a step with the engine, counts it and records it. If a step may be decided late (see
-``decision``), it remains undecided until the next step, or until `Steps.settle` is called,
-whichever comes first.
+``decision``), it remains undecided until it is settled: its result is read, and the step is then
+recorded or, if it was refused, repeated. This happens in the next step after its backward pass, or
+when `Steps.settle` is called, whichever comes first.
+
+`JointSteps` adapts this to several ranks.
 """
 
 from __future__ import annotations
@@ -64,8 +67,8 @@ _CHANGED_SINCE = (
 class _EarlierStepRefused(BaseException):
     """The loss function of a step has asked for the result of the step before, which was refused.
 
-    It ends the attempt, which is then run again. It is not an `Exception`, so that the loss
-    function does not handle it.
+    This ends the attempt, which is then made again. It is not an `Exception`, so that an exception
+    handler in the loss function does not catch it.
     """
 
 
@@ -352,6 +355,8 @@ class Steps:
     def settle_without_others(self) -> None:
         """Do the same as `settle`, as far as this is possible without the other ranks.
 
+        A single rank may call this. For one process, it is the same as `settle`.
+
         Raises:
             HoldfastError: For the same reasons as `settle`.
         """
@@ -388,18 +393,9 @@ class Steps:
         try:
             attempt = self.engine.attempt_unread(work, settle_previous)
         except _EarlierStepRefused:
-            # The attempt was undone, and is run again below.
+            # The attempt was undone, and is made again below.
             self.engine.begin_again(work)
-        try:
-            is_attempt_valid = settle_previous()
-            if not is_attempt_valid:
-                self.engine.check_batch(work)
-        except BaseException as error:
-            self.engine.take_back_after(work, error)
-            raise
-        if not is_attempt_valid:
-            # The undone attempt does not count: it failed because of the previous step.
-            work.attempts = 0
+        if not self._is_valid_after_settling(work):
             attempt = self.engine.attempt_unread(work, settle_previous)
         if isinstance(attempt, UnreadAttempt):
             if not self._timing.must_decide_attempt_now(work, attempt):
@@ -411,6 +407,30 @@ class Steps:
         generators.note_step(work.random_state, capture(self._devices))
         return outcome
 
+    def _is_valid_after_settling(self, work: Work) -> bool:
+        """Settle the previous step, and return whether the attempt at the current one is valid.
+
+        If not, the attempt was undone, and the current step is ready for another one.
+
+        Args:
+            work: The input of the current step, at which an attempt was made.
+
+        Raises:
+            HoldfastError: If the previous step cannot be settled, or H208 if the current step
+                cannot be attempted again. Before an error is raised, the current step is undone.
+        """
+        try:
+            is_valid = self._settle_in_step(work)
+            if not is_valid:
+                self.engine.check_batch(work)
+        except BaseException as error:
+            self.engine.take_back_after(work, error)
+            raise
+        if not is_valid:
+            # The undone attempt does not count: it failed because of the previous step.
+            work.attempts = 0
+        return is_valid
+
     def _launch(
         self,
         call: StepCall,
@@ -419,11 +439,7 @@ class Steps:
         random_state_after: RandomState,
     ) -> UndecidedStep:
         """Launch the optimizers before the step's result is known."""
-        surroundings = Surroundings(
-            self._modules,
-            [self.parts.optimizers[name] for name in call.names],
-            self.parts.device_type(),
-        )
+        surroundings = self._surroundings_of(call)
         loss_scale = self.engine.loss_scale.capture()
         # If there is no memory for the copies, the step can still be undone.
         try:
@@ -448,8 +464,13 @@ class Steps:
             thread=threading.get_ident(),
         )
 
+    def _surroundings_of(self, call: StepCall) -> Surroundings:
+        """Return the current modes, and the hyperparameters of the optimizers in a call."""
+        optimizers = [self.parts.optimizers[name] for name in call.names]
+        return Surroundings(self._modules, optimizers, self.parts.device_type())
+
     def _settlement_of(self, work: Work, attempt: LaunchedAttempt | RefusedAttempt) -> Settlement:
-        """Return the object with which the result of an undecided step decides it."""
+        """Return the object through which the result of an undecided step settles the step."""
         return Settlement(self.settle_to_read, partial(self._preliminary_result, work, attempt))
 
     def _preliminary_result(
@@ -468,7 +489,7 @@ class Steps:
         return undecided.result
 
     def _settle_in_step(self, work: Work) -> bool:
-        """Read the result of the step before the current one.
+        """Settle the step before the current one, whose attempt has ended.
 
         Args:
             work: The input of the current step.

@@ -45,6 +45,7 @@ class LaunchedAttempt:
         readout: The result of the attempt, on its way to the host.
     """
 
+    # An attempt that fails on this rank is not launched.
     has_failed = False
 
     def __init__(self, attempt: UnreadAttempt, readout: Readout) -> None:
@@ -62,10 +63,14 @@ class LaunchedAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedAttempt:
-    """An attempt that this rank has undone already, and that the devices of other ranks refuse."""
+    """An attempt that this rank has already undone, alone, and that all other ranks will refuse.
+
+    There are two reasons: this rank has read the result at once and refused it, or the attempt has
+    failed on this rank.
+    """
 
     attempt: StepAttempt
-    # Whether the attempt ran out of memory on this rank, or failed in another way.
+    # Whether the attempt has failed on this rank, for example because it ran out of memory.
     has_failed: bool
 
     def was_refused(self) -> bool:
@@ -78,11 +83,11 @@ class RefusedAttempt:
 
 
 class Settlement:
-    """Decides one step when it is called, and does nothing once the step is decided.
+    """Settles one step when it is called, and does nothing once the step is decided.
 
     Args:
-        settle: Function that reads the result of the undecided step, and recovers if it was
-            refused. It does nothing in any thread other than the step's.
+        settle: Function that settles the step. In any thread other than the step's, it does
+            nothing. On one of several ranks, it leaves a refused step undecided.
         preliminary_result: Function that returns what is known about the step if `settle` does
             nothing.
     """
@@ -94,18 +99,20 @@ class Settlement:
         self._preliminary_result = preliminary_result
 
     def __call__(self) -> None:
-        """Decide the step if it is undecided."""
-        # Another thread may decide the step in the meantime.
+        """Settle the step if it is undecided."""
+        # Another thread may settle the step in the meantime.
         settle = self._settle
         if settle is not None:
             settle()
 
     def preliminary_result(self) -> StepResult:
-        """Return what is known about the step, which was not decided."""
+        """Return what is known about the step, which `settle` has left undecided."""
         return self._preliminary_result()
 
     def end(self, final: StepResult) -> None:
-        """Note that the step is decided. Results that a script keeps then no longer refer to it.
+        """Note that the step is decided, and release it.
+
+        The script may keep the step's result, which refers to this object, for a long time.
 
         Args:
             final: The result of the step.
@@ -126,7 +133,7 @@ class UndecidedResult(StepResult):
     Args:
         attempt: The attempt at the step.
         attempts: The number of attempts.
-        settlement: Decides the step.
+        settlement: Settles the step.
     """
 
     __slots__ = ("_final", "_items", "_settlement")
@@ -151,7 +158,7 @@ class UndecidedResult(StepResult):
             extra = attempt.extra
         else:
             loss = attempt.passed.loss
-            items = None if attempt.items_are_read else attempt.passed.items
+            items = None if attempt.items_are_of_all_ranks else attempt.passed.items
             extra = attempt.passed.extra
         self._set("loss", LateLoss.of(loss, settlement))
         self._set("_items", items)
@@ -200,7 +207,8 @@ class UndecidedResult(StepResult):
         if self._final is None:
             self._settlement()
         if self._final is None:
-            # Another thread reads this, or a scheduler while the step is being decided.
+            # The step is still undecided: another thread reads this, or a scheduler while the step
+            # is being settled, or one of several ranks after the step was refused.
             return self._settlement.preliminary_result()
         return self._final
 
@@ -227,7 +235,11 @@ class UndecidedResult(StepResult):
 
 @dataclass(slots=True, kw_only=True)
 class UndecidedStep:
-    """A step that was launched, but whose result has not been read yet."""
+    """A step that is counted, although it is not known whether it will be committed.
+
+    Its optimizers were launched before its result was read. On one of several ranks, the step may
+    instead have been undone, and wait until all ranks repeat it.
+    """
 
     call: StepCall
     work: Work

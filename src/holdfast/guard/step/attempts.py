@@ -176,17 +176,17 @@ class Attempts:
     def make_unread(self, work: Work, plan: StepPlan) -> UnreadAttempt:
         """Run forward and backward as planned, without waiting for the result."""
         if self._has_looked_for_reads or self.compiled:
-            passed, groups = self._passed(work, plan, reads=False)
+            passed, groups = self._passed(work, plan, reads_results=False)
         else:
             with HostReads(self._parts.device_type()) as host_reads:
-                passed, groups = self._passed(work, plan, reads=False)
+                passed, groups = self._passed(work, plan, reads_results=False)
             self._report_reads(host_reads.reads)
         return UnreadAttempt(
             passed=passed,
             groups=groups,
             measurement=measure(groups, passed.loss, _unread_items(passed)),
             micro_batch_size=self._micro_batch_size(work, plan),
-            items_are_read=self._ranks.has_group,
+            items_are_of_all_ranks=self._ranks.has_group,
         )
 
     def _report_reads(self, reads: Sequence[HostRead]) -> None:
@@ -222,14 +222,14 @@ class Attempts:
         return None if work.size is None else plan.samples(work.size)
 
     def _passed(
-        self, work: Work, plan: StepPlan, *, reads: bool = True
+        self, work: Work, plan: StepPlan, *, reads_results: bool = True
     ) -> tuple[PassResult, list[Group]]:
         """Run forward and backward as planned.
 
         Args:
             work: The input of the step.
             plan: The modules to recompute, and the micro-batch size.
-            reads: Whether to wait for the results of the other ranks.
+            reads_results: Whether to wait for the results of the other ranks.
 
         Returns:
             The result of the passes, and the parameter groups with the parameters that have
@@ -243,8 +243,10 @@ class Attempts:
         passed = self._observed(work, plan)
         self._earlier_gradients.add_to_parameters()
         self._verified.update(plan.recompute)
-        combine = self._ranks.combine if reads else self._ranks.combine_unread
-        passed = combine(passed, work.parameters)
+        if reads_results:
+            passed = self._ranks.combine(passed, work.parameters)
+        else:
+            passed = self._ranks.combine_without_reading(passed, work.parameters)
         if self._loss_scale.enabled:
             self._loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)

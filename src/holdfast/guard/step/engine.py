@@ -122,9 +122,13 @@ class StepEngine:
     ) -> UnreadAttempt | StepAttempt:
         """Attempt the step until it fits in memory, without waiting for the first result.
 
+        If the first attempt fails, the step is attempted again, and the result of that attempt is
+        read as usual.
+
         Args:
             work: The input of the step.
-            before_retry: Function to call before the step is retried. Retries are read as usual.
+            before_retry: Function to call before the step is attempted again. It settles the
+                previous step.
         """
         work.before_retry = before_retry
         self.buffers.states.note_frozen_parameters()
@@ -137,28 +141,30 @@ class StepEngine:
     def attempt_unread_once(self, work: Work) -> UnreadAttempt | Failure:
         """Attempt the step once together with the other ranks, without waiting for the result.
 
-        If the attempt fails on this rank, it is undone here, and the other ranks refuse it.
+        If the attempt fails on this rank, it is undone here, and all ranks will refuse it. The
+        remedy for the failure is applied at once, although the step is repeated later.
 
         Args:
             work: The input of the step.
 
         Returns:
-            The attempt, or why it has failed. In both cases, the step is still in progress.
+            The attempt, or why it has failed. In both cases, the step is still in progress, so the
+            caller must launch it, commit it or take it back.
         """
         self.buffers.states.note_frozen_parameters()
         try:
             self.ranks.begin_attempt()
             self._check_split(work)
             work.attempts += 1
-            result = self._make_attempt(work, reads=False)
+            result = self._make_attempt(work, reads_result=False)
             assert not isinstance(result, StepAttempt)
             if isinstance(result, Failure):
-                self.ranks.fail_unread(result.description, work.parameters)
+                self.ranks.end_failed_late_attempt(result.description, work.parameters)
                 self.attempts.take_back(work)
                 self._remedies.apply(work, result)
             else:
-                self.ranks.leave_unread()
-                self._report_news()
+                self.ranks.end_late_attempt()
+                self._record_event_of_ranks()
         except BaseException as error:
             self.take_back_after(work, error)
             raise
@@ -307,9 +313,9 @@ class StepEngine:
         return outcome
 
     def commit_or_refuse(self, work: Work, attempt: UnreadAttempt, loss_limit: float) -> Outcome:
-        """Commit a step or undo it, by the same rule by which the device decides in `launch`.
+        """Commit a step or undo it, by the same rule that the device applies in `launch`.
 
-        Unlike `finish`, this needs no other ranks, which may be launching the same step.
+        Unlike `finish`, this involves no other ranks, since they may launch the same step instead.
 
         Args:
             work: The input of the step.
@@ -446,28 +452,33 @@ class StepEngine:
             if work.attempts:
                 self.ladder.adopt(self.ranks.plan_of_next_attempt(self.ladder.plan))
             work.attempts += 1
-            result = self._make_attempt(work, reads=work.before_retry is None)
+            # `before_retry` is set until the previous step has been settled, which is not the case
+            # in the first attempt of `attempt_unread`.
+            result = self._make_attempt(work, reads_result=work.before_retry is None)
             if not isinstance(result, Failure):
                 return result
             self._prepare_next_attempt(work, result)
             self._remedies.apply(work, result)
 
-    def _make_attempt(self, work: Work, *, reads: bool) -> StepAttempt | UnreadAttempt | Failure:
+    def _make_attempt(
+        self, work: Work, *, reads_result: bool
+    ) -> StepAttempt | UnreadAttempt | Failure:
         """Make an attempt. Return it if all ranks have succeeded, otherwise return the failure.
 
         Errors without a known remedy are raised.
 
         Args:
             work: The input of the step.
-            reads: Whether to read the result. If not, only failures on this rank are returned.
+            reads_result: Whether to read the result of the attempt. If not, a failure on another
+                rank is not noticed.
         """
         try:
-            if not reads:
+            if not reads_result:
                 return self.attempts.make_unread(work, self.ladder.plan)
             attempt = self._timed_attempt(work)
             if not self.ranks.accepts(attempt):
                 return OtherRankFailed()
-            self._report_news()
+            self._record_event_of_ranks()
         except Exception as error:
             failure = failure_of(error, work, self.ladder.plan)
             if failure is None:
@@ -502,11 +513,11 @@ class StepEngine:
         self._safety.note_split_step(work.loss_fn, self.record.clock.monotonic_seconds() - began)
         return attempt
 
-    def _report_news(self) -> None:
-        # Record an event that the ranks have reported since the last attempt.
-        news = self.ranks.take_event()
-        if news is not None:
-            self.record.emit(news)
+    def _record_event_of_ranks(self) -> None:
+        """Record the event that the ranks have reported since the last attempt, if any."""
+        event = self.ranks.take_event()
+        if event is not None:
+            self.record.emit(event)
 
     def _check_split(self, work: Work) -> None:
         """Check whether the loss function allows splitting. If not, stop splitting batches."""
