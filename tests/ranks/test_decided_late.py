@@ -459,7 +459,7 @@ def train_with_diagnosis(rank: int, run: Path, decide: str) -> Ending:
         results.append(guard.step(batch, training.loss))
     assert_late(results, decide, at_least=50)
     ending = ending_of(training, guard, results)
-    findings = [event.rule for event in guard.events() if event.kind == "finding"]
+    findings = [event.data["rule"] for event in guard.events() if event.kind == "finding"]
     return ending._replace(details=findings)
 
 
