@@ -186,6 +186,18 @@ class Ranks(Protocol):
         """Start an attempt at a step, together with the other ranks."""
         ...
 
+    def begin_unread_attempt(self) -> bool:
+        """Start an attempt whose result is read after the next one.
+
+        Returns:
+            Whether this rank can make the attempt. If its optimizer failed in the last step, it
+            cannot. The attempt has then ended here, so that all ranks refuse it.
+
+        Raises:
+            OutOfMemoryError: H402 if the collectives of the attempt cannot be completed.
+        """
+        ...
+
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
         """Return the loss on which to call ``backward``, with shape ``()``.
 

@@ -95,6 +95,10 @@ class SingleProcess:
     def begin_attempt(self) -> None:
         """Do nothing: there are no other ranks to synchronize with."""
 
+    def begin_unread_attempt(self) -> bool:
+        """Return True, since a single process can always make an attempt."""
+        return True
+
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
         """Return the total loss without a weight, since there are no other ranks."""
         return terms.total()

@@ -147,7 +147,8 @@ class StepEngine:
         """
         self.buffers.states.note_frozen_parameters()
         try:
-            self.ranks.begin_attempt()
+            if not self.ranks.begin_unread_attempt():
+                return Failure(description="its optimizer failed in the last step")
             self._check_split(work)
             work.attempts += 1
             result = self._make_attempt(work, reads=False)
