@@ -56,6 +56,11 @@ class JointSteps(Steps):
         """Return whether all ranks have passed a joint point since the last step."""
         return super().is_settled and not self._ranks.has_unread
 
+    @property
+    def may_repeat(self) -> bool:
+        """Return whether `settle` may have to run the last step again, together with others."""
+        return super().may_repeat and not self._ranks.has_left_group
+
     def settle(self) -> None:
         """Read the result of the undecided step, and recover together if it was refused.
 
@@ -148,9 +153,12 @@ class JointSteps(Steps):
         loss_limit = self._timing.loss_limit(call.series)
         outcome = self.engine.commit_or_refuse(work, attempt, loss_limit)
         self._timing.generators.note_step(work.random_state, capture(self._devices))
-        if outcome.committed:
-            return outcome
-        return self._leave_refused(call, work, outcome.attempt, has_failed=False)
+        if not outcome.committed:
+            return self._leave_refused(call, work, outcome.attempt, has_failed=False)
+        decision = self.recovery.judge(call.series, outcome.attempt)
+        # As in `_accept`: what the device accepts, the host accepts too.
+        assert decision is None, decision
+        return outcome
 
     def _leave_refused(
         self, call: StepCall, work: Work, attempt: StepAttempt, *, has_failed: bool
