@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.guard.run.undecided import UndecidedResult
 from holdfast.memory.host_copy import HostCopy
+from holdfast.numerics import loss as loss_terms
 
 pytestmark = pytest.mark.slow
 
@@ -200,6 +201,8 @@ def train_out_of_memory(
             return value
 
         results.append(guard.step(batch, loss))
+        # A script may add up losses, also in the step that has failed on one of the ranks.
+        assert results[-1].loss.isfinite() or len(failures) == 2
     assert_late(results, decide, at_least=3)
     ending = ending_of(training, guard, results)
     ending = ending._replace(details=guard.statistics().out_of_memory)
@@ -220,6 +223,70 @@ def test_all_ranks_repeat_a_step_for_which_one_has_no_memory(
 ) -> None:
     """A rank that runs out of memory loses nothing, even if it fails again in the next step."""
     in_both_modes(train_out_of_memory, tmp_path, failures, where)
+
+
+def train_with_optimizer_failure(rank: int, run: Path, decide: str, failed_call: int) -> Ending:
+    """Train with an optimizer that runs out of memory on rank 1, halfway through one step."""
+    training = Training(rank)
+    guard = training.guard(run, decide)
+    complete_step = training.optimizer.step
+    calls = iter(range(100))
+
+    def step() -> None:
+        if rank == 1 and next(calls) == failed_call:
+            with torch.no_grad():
+                training.optimizer.param_groups[0]["params"][0].add_(1.0)
+            ask_for_too_much()
+        complete_step()
+
+    training.optimizer.step = step
+    results = [guard.step(batch, training.loss) for batch in batches_of(rank)]
+    assert_late(results, decide, at_least=1)
+    return ending_of(training, guard, results)
+
+
+def test_an_optimizer_that_fails_in_a_step_decided_now_takes_the_state_of_another_rank(
+    tmp_path: Path,
+) -> None:
+    """The step after it is late, so its rank cannot make it, and all ranks repeat it."""
+    ends = in_both_modes(train_with_optimizer_failure, tmp_path, 0)
+
+    assert ends[0].state[0].equal(ends[1].state[0])
+
+
+def test_an_optimizer_that_fails_in_a_late_step_ends_all_ranks(tmp_path: Path) -> None:
+    """The other ranks have already continued, so the error is H402, and says so."""
+    ends = run_ranks(train_with_optimizer_failure, 2, tmp_path, "late", 6)
+
+    assert all("H402" in (end.raised or "") for end in ends), ends
+
+
+def leave_the_loop(rank: int, run: Path, decide: str, last: int, then: str) -> Ending:
+    """Leave the loop with ``break`` after a bad batch of rank 1, and use the guard again."""
+    training = Training(rank)
+    data = batches_of(rank)
+    if rank == 1:
+        data[last][0, 0] = float("nan")
+    results = []
+    guard = training.guard(run, decide, data)
+    for step, batch in enumerate(guard.batches(max_epochs=1)):
+        results.append(guard.step(batch, training.loss))
+        if step == last:
+            break
+    if then == "validate":
+        guard.validated(0.5)
+    if then == "continue":
+        results += [guard.step(batch, training.loss) for batch in guard.batches(max_epochs=1)]
+    assert_late(results, decide, at_least=last)
+    return ending_of(training, guard, results)
+
+
+@pytest.mark.parametrize("then", ["close", "validate", "continue"])
+def test_a_step_that_was_refused_before_break_is_repeated_later(tmp_path: Path, then: str) -> None:
+    """All ranks repeat it at their next joint call, for which the run is opened again."""
+    ends = in_both_modes(leave_the_loop, tmp_path, 6, then)
+
+    assert ends[0].skipped_steps == 1
 
 
 def train_over_epochs(
@@ -330,6 +397,38 @@ def test_gradients_are_weighted_by_items_that_only_the_device_knows(tmp_path: Pa
     in_both_modes(train_with_items, tmp_path)
 
 
+def train_with_items_on_one_device(rank: int, run: Path, decide: str) -> Ending:
+    """Train with a number of items that changes, and that only the host of rank 0 knows."""
+    count = loss_terms._count
+
+    def count_on_device(items: Any, *, counted: bool) -> Any:
+        # The number of items of a tensor on an accelerator is not read.
+        return items if isinstance(items, torch.Tensor) else count(items, counted=counted)
+
+    loss_terms._count = count_on_device
+    training = Training(rank)
+    guard = training.guard(run, decide)
+    results = []
+    for step, batch in enumerate(batches_of(rank)):
+        number = 8 if step < 6 else 5
+
+        def loss(batch: torch.Tensor, number: int = number) -> holdfast.Loss:
+            items = number if rank == 0 else torch.tensor(float(number))
+            return holdfast.Loss(training.loss(batch), items=items)
+
+        results.append(guard.step(batch, loss))
+    assert_late(results, decide, at_least=12)
+    ending = ending_of(training, guard, results)
+    return ending._replace(details=[p.detach().clone() for p in training.model.parameters()])
+
+
+def test_ranks_stay_equal_if_only_some_hosts_know_the_number_of_items(tmp_path: Path) -> None:
+    """All ranks divide by the same reference, so they multiply by the same factor."""
+    ends = in_both_modes(train_with_items_on_one_device, tmp_path)
+
+    assert_same(ends[0].details, ends[1].details)
+
+
 def train_out_of_step(rank: int, run: Path, decide: str) -> list[Any]:
     """Train with a batch that only one rank skips."""
     training = Training(rank)
@@ -348,26 +447,43 @@ def test_ranks_with_different_batches_are_an_error_on_all(tmp_path: Path) -> Non
     assert all("H116" in (rank.raised or "") for rank in ranks), ranks
 
 
-def train_with_a_spike(rank: int, run: Path, decide: str, action: str) -> Ending:
+def train_with_a_spike(
+    rank: int, run: Path, decide: str, action: str, rank_that_decides_now: int | None
+) -> Ending:
     """Train with a batch on one rank whose loss is unusually high."""
     training = Training(rank)
-    data = batches_of(rank, steps=60)
+    data = batches_of(rank, steps=130)
     if rank == 1:
-        data[45] *= 1e4
+        data[120] *= 30
     results = []
     guard = training.guard(
-        run, decide, data, spike_action=action, save_interval_steps=10, async_save=False
+        run, decide, data, spike_action=action, save_interval_steps=50, async_save=False
     )
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        if rank == rank_that_decides_now:
+            norm = training.model.module[1]
+            norm.running_mean = norm.running_mean.clone()
+        return training.loss(batch)
+
     for batch in guard.batches(max_epochs=1):
-        results.append(guard.step(batch, training.loss))
-    assert_late(results, decide, at_least=20)
-    return ending_of(training, guard, results)
+        results.append(guard.step(batch, loss))
+    if rank != rank_that_decides_now:
+        assert_late(results, decide, at_least=100)
+    ending = ending_of(training, guard, results)
+    kinds = [event.kind for event in guard.events() if event.kind in ("spike", "skip_step")]
+    return ending._replace(details=kinds if rank == 0 else None)
 
 
-@pytest.mark.parametrize("action", ["skip", "warn"])
-def test_a_spike_is_handled_by_all_ranks(tmp_path: Path, action: str) -> None:
-    """The gate and the host judge a spike alike, on all ranks."""
-    in_both_modes(train_with_a_spike, tmp_path, action)
+@pytest.mark.parametrize("rank_that_decides_now", [None, 0])
+@pytest.mark.parametrize(("action", "kind"), [("skip", "skip_step"), ("warn", "spike")])
+def test_a_spike_is_handled_by_all_ranks(
+    tmp_path: Path, action: str, kind: str, rank_that_decides_now: int | None
+) -> None:
+    """The gate and the host judge a spike alike, on all ranks, and it is recorded once."""
+    ends = in_both_modes(train_with_a_spike, tmp_path, action, rank_that_decides_now)
+
+    assert ends[0].details == [kind]
 
 
 class ReadRecorder:

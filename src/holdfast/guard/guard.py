@@ -279,6 +279,9 @@ class Guard:
     def _settle(self) -> None:
         """Read the result of the last step if it is not known yet."""
         with naming_lack_of_memory("running a step"):
+            if self._steps.may_repeat and not self._record.is_open:
+                # All ranks have left their loops after a refused step, and meet again only here.
+                self._open()
             self._steps.settle()
 
     def _settle_without_others(self) -> None:

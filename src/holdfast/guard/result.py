@@ -107,18 +107,22 @@ class StepAttempt:
         )
 
     @classmethod
-    def failed(cls, device: torch.device) -> StepAttempt:
-        """Return an attempt that has failed, so that its loss and gradients are unknown."""
+    def failed(cls, loss: torch.Tensor) -> StepAttempt:
+        """Return an attempt that has failed on this rank, so that its gradients are unknown.
+
+        Args:
+            loss: The mean loss of the ranks that have computed theirs, shape ``()``.
+        """
         facts = GradientFacts(
             norms={}, total=math.nan, loss=math.nan, overflowed=False, nonfinite=True
         )
         return cls(
-            loss=torch.tensor(math.nan, device=device),
+            loss=loss,
             items=math.nan,
             micro_batch_size=None,
             groups=[],
             facts=facts,
-            norms=torch.empty(0, device=device),
+            norms=loss.new_empty(0),
         )
 
 

@@ -195,6 +195,29 @@ class Ranks(Protocol):
         """Start an attempt at a step, together with the other ranks."""
         ...
 
+    def loss_of_late_attempt(self) -> torch.Tensor:
+        """Return the mean loss over the items of the ranks that have computed their loss.
+
+        Call this after `begin_late_attempt` or `end_failed_late_attempt` has ended an attempt that
+        failed on this rank.
+
+        Returns:
+            The loss on the device, shape ``()``. NaN if no rank has computed its loss.
+        """
+        ...
+
+    def begin_late_attempt(self) -> bool:
+        """Start an attempt whose result is read after the next one.
+
+        Returns:
+            Whether this rank can make the attempt. If its optimizer failed in the last step, it
+            cannot. The attempt has then ended here, so that all ranks refuse it.
+
+        Raises:
+            OutOfMemoryError: H402 if the collectives of the attempt cannot be completed.
+        """
+        ...
+
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
         """Return the loss on which to call ``backward``, with shape ``()``.
 
@@ -322,9 +345,9 @@ class Ranks(Protocol):
 
         Returns:
             A result like that of `combine`, whose loss and number of items are tensors of shape
-            ``()``. If an attempt has failed on any rank, the loss is NaN. If the number of items is
-            not valid on any rank, or if the ranks are not at the same step with the same batch, the
-            number of items is NaN.
+            ``()``. Ranks that have failed before they had a loss are left out of the mean. If a
+            rank has failed, if the number of items is not valid on any rank, or if the ranks are
+            not at the same step with the same batch, the number of items is NaN.
         """
         ...
 

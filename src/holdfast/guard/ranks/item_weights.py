@@ -81,7 +81,7 @@ class ItemWeights:
         all ranks know on the host that they have another, equal number: the weight is then exactly
         1, so the gradients are bit-identical to those of an unguarded loop. A rank waits for the
         rows of the other ranks only if its number is known on the host and differs from the
-        reference.
+        reference. A rank that does not wait keeps the reference, so the others must keep it too.
         """
         reference = self.reference
         if reference is None or (isinstance(items, (int, float)) and items != reference):
@@ -89,7 +89,7 @@ class ItemWeights:
             if rows.failed:
                 # This attempt will be discarded, so any value is suitable.
                 return float(items)
-            if reference is None or len({row.items for row in rows.by_rank}) == 1:
+            if reference is None or rows.have_equal_known_items:
                 reference = rows.items / self._world_size
                 self.reference = reference
         return reference

@@ -309,23 +309,48 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     def begin_attempt(self) -> None:
         """Start an attempt, together with the other ranks."""
+        self._begin_attempt()
+        while self._transfer.is_behind:
+            # The optimizer of this rank failed in the last step. The other ranks have started an
+            # attempt, which must fail, so that this rank can receive the state of another rank.
+            self._complete_without_attempt()
+            self._agree_on_retry(_Result.BEHIND)
+            self._begin_attempt()
+
+    def begin_late_attempt(self) -> bool:
+        """Start an attempt whose result is read after the next one.
+
+        Returns:
+            Whether this rank can make the attempt. If its optimizer failed in the last step, it
+            cannot. The attempt has then ended here, so that all ranks refuse it.
+
+        Raises:
+            OutOfMemoryError: H402 if the collectives of the attempt cannot be completed.
+        """
+        self._begin_attempt()
+        if not self._transfer.is_behind:
+            return True
+        self._complete_without_attempt()
+        self._model.discard_attempt()
+        self.end_late_attempt()
+        return False
+
+    def _begin_attempt(self) -> None:
+        """Count an attempt, and clear what remains of the last one."""
         self._messages.check_here()
         self._pace.begin_step()
         if self._messages.loop_was_left:
             self._messages.exchange("a step after a loop was left", None)
-        while True:
-            self._messages.begin_step()
-            self._model.begin_attempt()
-            self._pace.begin_attempt()
-            self._exchange.begin_attempt()
-            if not self._transfer.is_behind:
-                return
-            # The optimizer of this rank failed in the last step. The other ranks have started an
-            # attempt, which must fail, so that this rank can receive the state of another rank.
-            obstacle = self._complete_collectives()
-            if obstacle is not None:
-                raise without_help(obstacle)
-            self._agree_on_retry(_Result.BEHIND)
+        self._messages.begin_step()
+        self._model.begin_attempt()
+        self._pace.begin_attempt()
+        self._exchange.begin_attempt()
+
+    def _complete_without_attempt(self) -> None:
+        """Complete the collectives of an attempt that this rank does not make."""
+        obstacle = self._complete_collectives()
+        if obstacle is not None:
+            raise without_help(obstacle)
 
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
         """Return the loss weighted by this rank's items, and start sending the row."""
@@ -481,6 +506,10 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._model.discard_attempt()
         self.end_late_attempt()
 
+    def loss_of_late_attempt(self) -> torch.Tensor:
+        """Return the mean loss over the items of the ranks that have computed their loss."""
+        return self._exchange.loss_of_all()
+
     @property
     def has_late_attempt(self) -> bool:
         """Return whether the rows of a late attempt that has ended have not been read yet."""
@@ -496,12 +525,15 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
     def agree_on_failure(self, *, has_failed: bool) -> bool:
         """Return whether the last step, which all ranks have refused, has failed on any rank."""
         result = _Result.FAILED if has_failed else _Result.SUCCEEDED
+        if self._transfer.is_behind:
+            result = _Result.BEHIND
         results = self._messages.exchange("the last step", int(result))
         self._exchange.discard_late_attempts()
         has_failed_anywhere = any(results)
         if has_failed_anywhere:
             self._has_late_failure = True
             self._model.discard_attempt()
+            self._transfer.catch_up([other == _Result.BEHIND for other in results])
         return has_failed_anywhere
 
     # --- NaN and Inf

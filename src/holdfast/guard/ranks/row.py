@@ -49,6 +49,8 @@ class Row(NamedTuple):
     # How many items the loss is averaged over. At the end of an epoch, the peak memory of the rank
     # in bytes.
     items: float = 0.0
+    # Whether the host of this rank knows the number of items.
+    knows_items: float = False
     loss: float = 0.0
     # 0 for no stop request, 1 for `request_stop`, and 1 plus the signal number for a signal.
     stop: float = 0.0
@@ -101,6 +103,12 @@ class Rows:
     def items(self) -> float:
         """Return the total number of items over all ranks."""
         return sum(row.items for row in self.by_rank)
+
+    @property
+    def have_equal_known_items(self) -> bool:
+        """Return whether all ranks have the same number of items, and each knows it on its host."""
+        items = {row.items for row in self.by_rank}
+        return len(items) == 1 and all(row.knows_items for row in self.by_rank)
 
     @property
     def loss(self) -> float:

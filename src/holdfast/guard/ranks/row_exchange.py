@@ -6,7 +6,6 @@ these rows until the ranks have either accepted the step or refused it together.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -126,7 +125,16 @@ class RowExchange:
 
     def send_failure(self) -> None:
         """Start sending a row that reports a failed attempt on this rank."""
-        self.send(math.nan, 1.0, failed=True)
+        # The mean loss over all ranks is then that of the other ranks.
+        self.send(0.0, 0.0, failed=True)
+
+    def loss_of_all(self) -> torch.Tensor:
+        """Return the mean loss over the items of all ranks in this attempt, shape ``()``, unread.
+
+        Ranks that have failed before they had a loss are left out.
+        """
+        assert self._pending is not None
+        return self._pending.on_device().loss()
 
     def wait(self) -> Rows:
         """Wait for the rows of all ranks, and return them."""

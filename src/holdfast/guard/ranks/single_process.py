@@ -7,6 +7,7 @@ Its methods do nothing, or return their arguments unchanged.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
@@ -94,6 +95,14 @@ class SingleProcess:
 
     def begin_attempt(self) -> None:
         """Do nothing: there are no other ranks to synchronize with."""
+
+    def loss_of_late_attempt(self) -> torch.Tensor:
+        """Return NaN, since there are no other ranks that have computed their loss."""
+        return torch.tensor(math.nan)
+
+    def begin_late_attempt(self) -> bool:
+        """Return True, since a single process can always make an attempt."""
+        return True
 
     def weighted_loss(self, terms: Terms) -> torch.Tensor:
         """Return the total loss without a weight, since there are no other ranks."""

@@ -39,7 +39,6 @@ from holdfast.guard.run.steps import Steps
 from holdfast.guard.run.undecided import RefusedAttempt, StepCall, UndecidedResult, UndecidedStep
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
-from holdfast.guard.step.failures import Failure
 from holdfast.guard.timing import DecisionTiming
 from holdfast.loader.random_state import capture
 
@@ -69,6 +68,11 @@ class JointSteps(Steps):
     def is_settled(self) -> bool:
         """Return whether all ranks have passed a joint point since the last step."""
         return super().is_settled and not self._ranks.has_late_attempt
+
+    @property
+    def may_repeat(self) -> bool:
+        """Return whether `settle` may have to run the last step again, together with others."""
+        return super().may_repeat and not self._ranks.has_left_group
 
     def settle(self) -> None:
         """Settle the undecided step: accept it, or repeat it if it was refused.
@@ -161,10 +165,9 @@ class JointSteps(Steps):
         attempt = self.engine.attempt_unread_once(work)
         if not self._is_valid_after_settling(work):
             attempt = self.engine.attempt_unread_once(work)
-        if isinstance(attempt, Failure):
+        if isinstance(attempt, StepAttempt):
             self.engine.take_back(work)
-            failed = StepAttempt.failed(work.parameters[0].device)
-            return self._leave_refused(call, work, failed, has_failed=True)
+            return self._leave_refused(call, work, attempt, has_failed=True)
         if self._timing.must_decide_attempt_now(work, attempt):
             return self._decide_alone(call, work, attempt)
         random_state_after = capture(self._devices)
@@ -181,9 +184,12 @@ class JointSteps(Steps):
         loss_limit = self._timing.loss_limit(call.series)
         outcome = self.engine.commit_or_refuse(work, attempt, loss_limit)
         self._timing.generators.note_step(work.random_state, capture(self._devices))
-        if outcome.committed:
-            return outcome
-        return self._leave_refused(call, work, outcome.attempt, has_failed=False)
+        if not outcome.committed:
+            return self._leave_refused(call, work, outcome.attempt, has_failed=False)
+        decision = self.recovery.judge(call.series, outcome.attempt)
+        # As in `_accept`: what the device accepts, the host accepts too.
+        assert decision is None, decision
+        return outcome
 
     def _leave_refused(
         self, call: StepCall, work: Work, attempt: StepAttempt, *, has_failed: bool

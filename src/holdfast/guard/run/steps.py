@@ -324,6 +324,11 @@ class Steps:
         """Return whether the results of all steps have been read, so that `settle` does nothing."""
         return self._undecided is None
 
+    @property
+    def may_repeat(self) -> bool:
+        """Return whether `settle` may have to run the last step again."""
+        return self._undecided is not None
+
     def settle(self) -> None:
         """Read the result of the undecided step, if there is one, and recover if it was refused.
 

@@ -138,7 +138,7 @@ class StepEngine:
             self.take_back_after(work, error)
             raise
 
-    def attempt_unread_once(self, work: Work) -> UnreadAttempt | Failure:
+    def attempt_unread_once(self, work: Work) -> UnreadAttempt | StepAttempt:
         """Attempt the step once together with the other ranks, without waiting for the result.
 
         If the attempt fails on this rank, it is undone here, and all ranks will refuse it. The
@@ -148,12 +148,14 @@ class StepEngine:
             work: The input of the step.
 
         Returns:
-            The attempt, or why it has failed. In both cases, the step is still in progress, so the
-            caller must launch it, commit it or take it back.
+            The attempt, whose result is unread, or a `StepAttempt` that has failed on this rank. In
+            both cases, the step is still in progress, so the caller must launch it, commit it or
+            take it back.
         """
         self.buffers.states.note_frozen_parameters()
         try:
-            self.ranks.begin_attempt()
+            if not self.ranks.begin_late_attempt():
+                return StepAttempt.failed(self.ranks.loss_of_late_attempt())
             self._check_split(work)
             work.attempts += 1
             result = self._make_attempt(work, reads_result=False)
@@ -162,9 +164,9 @@ class StepEngine:
                 self.ranks.end_failed_late_attempt(result.description, work.parameters)
                 self.attempts.take_back(work)
                 self._remedies.apply(work, result)
-            else:
-                self.ranks.end_late_attempt()
-                self._record_event_of_ranks()
+                return StepAttempt.failed(self.ranks.loss_of_late_attempt())
+            self.ranks.end_late_attempt()
+            self._record_event_of_ranks()
         except BaseException as error:
             self.take_back_after(work, error)
             raise
