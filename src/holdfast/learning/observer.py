@@ -448,6 +448,8 @@ class Observer:
         if not (step.windows or step.sampled):
             return []
         if not self._guided:
+            # With a guard, the hooks were removed after the passes, and the hooks of the next step
+            # may already be in place.
             self.hooks.end_step()
         if step.is_judged:
             self._judge_step(windows=step.windows)
