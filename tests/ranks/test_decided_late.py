@@ -225,6 +225,33 @@ def test_all_ranks_repeat_a_step_for_which_one_has_no_memory(
     in_both_modes(train_out_of_memory, tmp_path, failures, where)
 
 
+def train_with_one_buffer(rank: int, run: Path, decide: str) -> list[int]:
+    """Train with one tensor that the loop fills with every batch; one step has no memory."""
+    training = Training(rank)
+    guard = training.guard(run, decide, recompute=False)
+    batch = torch.zeros(8, 8)
+    for step, values in enumerate(batches_of(rank)):
+        batch.copy_(values)
+        calls = iter(range(100))
+
+        def loss(batch: torch.Tensor, step: int = step, calls: Iterator[int] = calls) -> Any:
+            if (step, rank, next(calls)) == (6, 1, 0):
+                ask_for_too_much()
+            return training.loss(batch)
+
+        guard.step(batch, loss)
+    return [guard.statistics().skipped_steps]
+
+
+def test_a_step_cannot_be_repeated_after_its_batch_was_overwritten(tmp_path: Path) -> None:
+    """The error is H208 on all ranks; a step that is decided now is repeated in time."""
+    late = run_ranks(train_with_one_buffer, 2, tmp_path / "late", "late")
+    now = all_returned(run_ranks(train_with_one_buffer, 2, tmp_path / "now", "now"))
+
+    assert all("H208" in (end.raised or "") for end in late), late
+    assert now == [[0], [0]]
+
+
 def train_with_optimizer_failure(rank: int, run: Path, decide: str, failed_call: int) -> Ending:
     """Train with an optimizer that runs out of memory on rank 1, halfway through one step."""
     training = Training(rank)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import distributed
 
 from holdfast.core.errors import HoldfastError
 from holdfast.guard.ranks import listener
 from holdfast.guard.ranks.agreement import check_agreement
+from holdfast.guard.ranks.failures import Failures
 from holdfast.guard.ranks.interface import PLACE
 from holdfast.guard.ranks.listener import Meetings
 from holdfast.guard.ranks.main_thread import Collective
@@ -245,3 +249,29 @@ def test_a_new_guard_makes_the_counts_of_calls_equal_again():
 
     assert numbers == [1, 1]
     assert first.calls == second.calls
+
+
+class _StoreThatIsGone:
+    """Fails as the store does once the process that hosts it has exited."""
+
+    def poll(self, *_: object) -> bool:
+        raise _connection_closed()
+
+
+def _connection_closed() -> distributed.DistNetworkError:
+    return distributed.DistNetworkError(
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown"
+        " or crash?"
+    )
+
+
+def test_a_lost_connection_to_the_store_is_the_loss_of_a_rank() -> None:
+    """The first rank hosts the store, so the error is H114 instead of torch's."""
+    store: Any = _StoreThatIsGone()
+    inbox: Any = None
+    failures = Failures(1, range(2), store, inbox)
+
+    cause = failures.cause_of(_connection_closed())
+    assert cause is not None
+    assert cause.rule == "H114"
+    assert failures.cause_of(RuntimeError("an error of the script")) is None

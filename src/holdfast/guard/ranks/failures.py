@@ -19,7 +19,15 @@ from holdfast.guard.ranks.store import RankStore
 
 _KEY = "failure"
 # Words in an error message that suggest that another rank has exited.
-_SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
+_SIGNS_OF_A_LOST_PEER = (
+    "gloo",
+    "NCCL",
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    # The connection to the store, which the first rank hosts.
+    "Connection was likely closed",
+)
 _HAS_LEFT = "this rank has left the group after an error, or this is a fork of its process"
 # How long a failing rank waits for all ranks to read its error, in seconds.
 _READ_SECONDS = 1.0

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import threading
 
+from holdfast.core.errors import BatchError
 from holdfast.guard.decision import UnreadAttempt
 from holdfast.guard.result import Outcome, StepAttempt, StepResult
 from holdfast.guard.run.recovery import Recovery
@@ -41,6 +42,7 @@ from holdfast.guard.state.work import Work
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.timing import DecisionTiming
 from holdfast.loader.random_state import capture
+from holdfast.memory.tensors import versions_of
 
 
 class JointSteps(Steps):
@@ -141,7 +143,7 @@ class JointSteps(Steps):
         """
         has_failed = self._ranks.agree_on_failure(has_failed=undecided.attempt.has_failed)
         if has_failed:
-            self.engine.check_batch(undecided.work)
+            _check_unchanged(undecided.work)
             return self._run(call, decides_now=True, failed_work=undecided.work)
         return self._run(call, decides_now=True, first_facts=undecided.attempt.read().facts)
 
@@ -218,3 +220,18 @@ class JointSteps(Steps):
             result=UndecidedResult(attempt, work.attempts, settlement),
             thread=threading.get_ident(),
         )
+
+
+def _check_unchanged(work: Work) -> None:
+    """Raise H208 if the batch of a step that must be run again has been changed in place."""
+    if versions_of(work.tensors) == work.versions:
+        return
+    raise BatchError(
+        "the batch of a step was changed in place before the result of the step was read",
+        limit="a rank ran out of memory in the step, which can be run again only with the batch",
+        fix=(
+            "pass a new tensor to each step, instead of filling one tensor with every batch; or set"
+            ' decide="now", so that a step is run again before guard.step returns.'
+        ),
+        rule="H208",
+    )
