@@ -411,8 +411,8 @@ def train_with_items(rank: int, run: Path, decide: str) -> Ending:
         count = 3 + (5 * step + rank) % 6
 
         def loss(batch: torch.Tensor, count: int = count) -> holdfast.Loss:
-            kept = batch[:count]
-            return holdfast.Loss(training.loss(kept), items=torch.tensor(float(count)))
+            counted_samples = batch[:count]
+            return holdfast.Loss(training.loss(counted_samples), items=torch.tensor(float(count)))
 
         results.append(guard.step(batch, loss))
     assert_late(results, decide, at_least=12)

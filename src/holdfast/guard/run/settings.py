@@ -47,7 +47,7 @@ class RunSettings:
             name: value for name, value in own_settings.items() if _is_implementation_flag(name)
         }
         self._begun_with = {**begun_with, **own_flags}
-        kept = []
+        restored = []
         replaced = []
         for name, value in begun_with.items():
             if name not in own_settings or own_settings[name] == value:
@@ -55,9 +55,9 @@ class RunSettings:
             if name in own_flags:
                 replaced.append(f"{name}: {_text(value)} before, now {_text(own_settings[name])}")
             else:
-                kept.append(f"{name}: {value!r} stays, not {own_settings[name]!r}")
-        if kept:
-            self._record.emit(run_events.SettingsKept(changed=tuple(kept[:_MOST_NAMES])))
+                restored.append(f"{name}: {value!r} stays, not {own_settings[name]!r}")
+        if restored:
+            self._record.emit(run_events.SettingsKept(changed=tuple(restored[:_MOST_NAMES])))
         if replaced:
             self._record.emit(
                 run_events.ImplementationChanged(changed=tuple(replaced[:_MOST_NAMES]))

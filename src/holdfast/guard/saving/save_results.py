@@ -1,4 +1,4 @@
-"""`SaveResults`: what came of the saves of a run in this process.
+"""`SaveResults`: the results of the saves of a run in this process.
 
 Only the training thread reads and changes these results.
 """

@@ -59,7 +59,7 @@ class Save:
 
 
 class SaveWriter:
-    """Carries out the saves of one run, and records what came of each.
+    """Carries out the saves of one run, and records the result of each.
 
     Args:
         store: The checkpoints in the run directory.
