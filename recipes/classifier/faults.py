@@ -67,7 +67,7 @@ FAULTS: Mapping[FaultName, Fault] = {
     "unscaled-inputs": Fault(
         named_by="H856", options={"scale_inputs": False}, policy={"max_grad_norm": None}
     ),
-    "lr-too-high": Fault(named_by="H825", options={"lr": 10.0}),
+    "lr-too-high": Fault(named_by="H825", options={"lr": 50.0}),
     "lr-too-low": Fault(named_by="H824", options={"lr": 1e-6}),
     "momentum-too-high": Fault(named_by="H825", options={"lr": 1.0, "momentum": 0.999}),
     "weight-decay-too-high": Fault(named_by="H858", options={"weight_decay": 2.0}),

@@ -2,8 +2,9 @@
 
 Warm-up, validation that drives the learning rate, and faults on request.
 
-    python -m recipes.classifier python -m recipes.classifier --fault lr-too-high --run-dir
-    runs/stuck; holdfast explain runs/stuck
+    python -m recipes.classifier
+    python -m recipes.classifier --fault lr-too-high --run-dir runs/stuck
+    holdfast explain runs/stuck
 
 Does not: read images (see ``images``) or make them samples (see ``samples``).
 """

@@ -143,8 +143,8 @@ def test_an_error_of_holdfast_ends_with_its_text_and_leaves_page_and_findings(st
     assert "Traceback" not in err
     assert err.count("[H503] run `holdfast explain H503`\n") == 1
     assert err.endswith(f"What was found meanwhile: holdfast explain {tmp_path}\n")
-    assert "found: ['H825']\n" in out
+    assert re.search(r"^found: .*'H825'", out, re.MULTILINE)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["figures"]["found"] == ["H825"]
+    assert "H825" in result["figures"]["found"]
     assert "the loss has diverged" in result["stopped"]
     assert "H825" in (tmp_path / "report.html").read_text()

@@ -213,7 +213,7 @@ RECIPES = {
             "10",
         ),
         steps=16,
-        wide=("--width", "48", "--batch-size", "320"),
+        wide=("--width", "16", "--batch-size", "320"),
         data=digits,
     ),
     "separation": Tiny(
