@@ -262,9 +262,12 @@ class Cursor:
             )
         if needs_steps and not stepped and not self._begun_in_the_middle:
             raise LoaderError(
-                "a whole epoch passed without guard.step()",
+                "a whole epoch passed without an optimizer step",
                 limit="max_steps counts optimizer steps and would never be reached",
-                fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
+                fix=(
+                    "call guard.step(batch, loss_fn), or step an optimizer of the guard outside of"
+                    " torch.compile, or pass max_epochs."
+                ),
                 rule="H602",
             )
         facts = EpochFacts(batches=self._progress.batches, batch_size=self.batch_size)

@@ -41,6 +41,7 @@ from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.joint_steps import JointSteps
 from holdfast.guard.run.loop import Loop
+from holdfast.guard.run.own_steps import OwnSteps, why_guard_must_step
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
@@ -200,7 +201,14 @@ class Guard:
         steps_type = JointSteps if ranks.has_group else Steps
         self._steps = steps_type(self._session, self._engine, self._recovery, timing)
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
-        self._boundaries = Loop(self._session, self._stop, saves, self._recovery, self._steps)
+        self._own_steps = OwnSteps(
+            self._session,
+            self._trained_weights.remember,
+            why_guard_must_step(self._framework(), ranks.world_size),
+        )
+        self._boundaries = Loop(
+            self._session, self._stop, saves, self._recovery, self._steps, self._own_steps
+        )
         weakref.finalize(self, self._asked.uninstall)
         # At exit, this must run before the interpreter shuts down. If the observer's hooks were
         # removed later, torch would abort the process.
@@ -424,6 +432,7 @@ class Guard:
             names = self._parts.optimizer_names(optimizer)
             with naming_lack_of_memory("running a step"):
                 self._ready()
+                self._own_steps.note_guarded_step()
                 result = self._steps.step(batch, loss_fn, names, split=split)
                 self._trained_weights.remember()
                 return result

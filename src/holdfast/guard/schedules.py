@@ -144,6 +144,10 @@ class Schedules:
             self._schedules.append(Schedule(name, scheduler, interface, optimizer))
         _check_not_inside(schedulers)
 
+    def hand_over(self) -> None:
+        """Leave the schedulers to the caller, as with ``scheduler_interval=None``."""
+        self._interval = None
+
     def after_step(self, moved: Sequence[str]) -> None:
         """Advance the schedulers of the optimizers that have committed a step.
 

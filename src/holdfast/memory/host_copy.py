@@ -31,6 +31,11 @@ class HostCopy:
         self._event = torch.get_device_module(values.device).Event()
         self._event.record()
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether `read` would return without waiting."""
+        return self._event is None or bool(self._event.query())
+
     def read(self) -> Tensor:
         """Return the copy, a CPU tensor. If it is not complete yet, this waits for it."""
         if self._event is not None:

@@ -323,6 +323,11 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     # frameworks
     (run.OwnSteps(why="manual optimization"), ("manual optimization",)),
+    (run.LoopSteps(optimizer="generator"), ("'generator'", "counted and saved")),
+    (
+        run.NonfiniteStepTaken(optimizer="generator", loss=None, grad_norm=float("nan")),
+        ("'generator'", "gradient norm nan", "guard.step"),
+    ),
     (run.OwnFitBatch(why="it is not guarded"), ("it is not guarded",)),
     (run.ItemsIgnored(why="its loss is a mean", model="Mine"), ("Mine", "its loss is a mean")),
     # the supervisor

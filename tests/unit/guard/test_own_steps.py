@@ -1,17 +1,26 @@
-"""A loop over ``guard.batches`` that keeps an ``optimizer.step()`` of its own is refused before
-a weight moves.
+"""A loop over ``guard.batches`` that keeps its own ``optimizer.step()``: its steps are counted,
+recorded, saved and resumed. Steps that no checkpoint could hold are refused before a weight moves.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.guard.guarded import events, guarded, square_of
+from tests.unit.guard.guarded import events, guarded, kinds_of, square_of
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.recorder.black_box import StepMark
+from holdfast.recorder.reader import read_steps
 
 DATA = [torch.randn(8, 2) for _ in range(3)]
 
@@ -27,6 +36,56 @@ class Lookahead(torch.optim.Optimizer):
         self.inner.step()
 
 
+class OwnLoop:
+    """A script with dropout, shuffling, a scheduler and accumulation that takes its own steps."""
+
+    def __init__(self, run_dir: Path, *, accumulate: int = 1, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.accumulate = accumulate
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        self.losses: list[float] = []
+        self.guard = guarded(
+            run_dir,
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=DataLoader(data, batch_size=8, shuffle=True),
+            **{"save_interval_steps": 1000, **settings},
+        )
+
+    def train(
+        self, *, stop_after: int | None = None, after_step: Callable[[int], object] | None = None
+    ) -> OwnLoop:
+        """Train for three epochs, or request a stop after some batches.
+
+        `after_step` is called in the loop body with the number of steps of this process.
+        """
+        for number, (x, y) in enumerate(self.guard.batches(max_epochs=3), start=1):
+            loss = (self.model(x) - y).square().mean() / self.accumulate
+            loss.backward()
+            if number % self.accumulate == 0:
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+                if after_step is not None:
+                    after_step(len(self.losses))
+            if number == stop_after:
+                self.guard.request_stop()
+        return self
+
+    def state(self) -> list[Any]:
+        moments = self.optimizer.state_dict()["state"]
+        return [
+            *(parameter.detach().numpy().tobytes() for parameter in self.model.parameters()),
+            *(moment.numpy().tobytes() for each in moments.values() for moment in each.values()),
+            self.scheduler.state_dict(),
+        ]
+
+
 def step_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
     optimizer.zero_grad()
     square_of(model)(batch).backward()
@@ -35,27 +94,128 @@ def step_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torc
 
 def train_by_hand(
     run_dir: Any, model: nn.Module, optimizer: Any, stepped: torch.optim.Optimizer, **kept: Any
-) -> None:
+) -> holdfast.Guard:
     guard = guarded(run_dir, model, optimizer, loader=DATA, **kept)
     for batch in guard.batches(max_epochs=2):
         step_by_hand(model, stepped, batch)
+    return guard
 
 
-def test_a_step_of_the_loop_is_refused_before_it_moves_a_weight(tmp_path):
-    """The first ``optimizer.step()`` of a loop over ``guard.batches`` is H212, recorded, and
-    moves nothing.
-    """
+# --- what is counted, recorded, saved and resumed
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("stop_after", [1, 6, 11])
+def test_a_stopped_loop_resumes_exactly(tmp_path, accumulate, stop_after):
+    """A loop that was stopped, also in the middle of an accumulation, ends with the same bits."""
+    undisturbed = OwnLoop(tmp_path / "undisturbed", accumulate=accumulate).train()
+
+    stopped = OwnLoop(tmp_path / "run", accumulate=accumulate).train(stop_after=stop_after)
+    resumed = OwnLoop(tmp_path / "run", accumulate=accumulate).train()
+
+    # A stop waits for the step that the gradients are for.
+    assert stopped.guard.global_step == math.ceil(stop_after / accumulate)
+    assert resumed.guard.global_step == undisturbed.guard.global_step == 24 // accumulate
+    assert resumed.state() == undisturbed.state()
+
+
+def test_a_killed_loop_resumes_from_its_newest_save(tmp_path):
+    """Saves are due as with ``guard.step``, and only where no gradients are accumulated."""
+    undisturbed = OwnLoop(tmp_path / "undisturbed", accumulate=4).train()
+    code = """
+import os, sys
+from pathlib import Path
+from tests.unit.guard.test_own_steps import OwnLoop
+
+loop = OwnLoop(Path(sys.argv[1]), accumulate=4, save_interval_steps=1, async_save=False)
+loop.train(after_step=lambda step: os._exit(9) if step == 4 else None)
+"""
+
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], check=False)
+    resumed = OwnLoop(tmp_path / "run", accumulate=4)
+    resumed_at = resumed.guard.global_step
+    resumed.train()
+
+    assert killed.returncode == 9
+    assert resumed_at == 3
+    assert resumed.state() == undisturbed.state()
+
+
+def test_steps_are_recorded_with_their_losses_and_norms(tmp_path):
+    """The recording of the steps holds the losses on which the loop called ``backward``."""
+    loop = OwnLoop(tmp_path).train()
+
+    steps = read_steps(tmp_path / "recorder" / "rank0")
+    committed = [step for step in steps if step.mark is StepMark.COMMITTED]
+    assert [step.loss for step in committed] == pytest.approx(loop.losses)
+    assert all(step.grad_norm > 0 for step in committed)
+    assert kinds_of(loop.guard, "loop_steps") == ["loop_steps"]
+
+
+def test_the_scheduler_is_left_to_the_loop(tmp_path):
+    """The guard saves a scheduler that the loop advances, and does not advance it as well."""
+    loop = OwnLoop(tmp_path, scheduler_interval="epoch").train()
+    assert loop.scheduler.last_epoch == 24
+
+
+def test_nan_is_reported_once_and_saved_never(tmp_path):
+    """NaN takes effect in a loop's own step. It is an event, and no checkpoint holds it."""
     model = nn.Linear(2, 1)
-    before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guarded(
+        tmp_path,
+        model,
+        optimizer,
+        loader=[*DATA, DATA[0] * math.nan, DATA[0]],
+        save_interval_steps=1,
+        async_save=False,
+    )
+
+    for batch in guard.batches(max_epochs=1):
+        step_by_hand(model, optimizer, batch)
+
+    (taken,) = events(guard, "nonfinite_step_taken")
+    assert taken.global_step == 4
+    assert torch.isfinite(model.weight).all()
+    assert kinds_of(guard, "rolled_back")
+
+
+def test_an_error_that_ends_the_script_is_recorded(tmp_path):
+    """An error in the loop body, such as out of memory, is in the recording of the run."""
+    code = """
+import sys
+from pathlib import Path
+from tests.unit.guard.guarded import ask_for_too_much
+from tests.unit.guard.test_own_steps import OwnLoop
+
+OwnLoop(Path(sys.argv[1])).train(after_step=ask_for_too_much)
+"""
+
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], env=environment, check=False, capture_output=True
+    )
+
+    assert ended.returncode == 1
+    (left,) = events(OwnLoop(tmp_path).guard, "left_by_exception")
+    assert "memory" in left.data["message"]
+
+
+# --- what is refused
+
+
+def test_a_run_takes_all_its_steps_in_one_way(tmp_path):
+    """``guard.step`` after a step of the loop is H212, and so is the opposite order."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guarded(tmp_path, model, optimizer, loader=DATA)
 
     with pytest.raises(holdfast.BatchError) as raised:
-        train_by_hand(tmp_path, model, optimizer, optimizer)
+        for batch in guard.batches(max_epochs=1):
+            step_by_hand(model, optimizer, batch)
+            guard.step(batch, square_of(model))
 
     assert raised.value.rule == "H212"
-    assert torch.equal(model.weight, before)
-    (left,) = events(guarded(tmp_path, model, optimizer), "left_by_exception")
-    assert left.data["rule"] == "H212"
 
 
 def test_another_optimizer_of_the_same_weights_is_refused(tmp_path):

@@ -1201,6 +1201,40 @@ class OwnSteps(WithReason):
     summary = "steps are not guarded"
 
 
+class LoopSteps(EventData):
+    """The loop over `Guard.batches` steps the optimizers itself, without `Guard.step`."""
+
+    optimizer: str
+
+    def __str__(self) -> str:
+        return (
+            f"the loop steps optimizer {self.optimizer!r} itself: its steps are counted and saved,"
+            " but not checked beforehand or taken back"
+        )
+
+
+class NonfiniteStepTaken(EventData):
+    """The loop stepped an optimizer although its loss or its gradients contained NaN or Inf.
+
+    `loss` and `grad_norm` are None if they are unknown.
+    """
+
+    optimizer: str
+    loss: float | None
+    grad_norm: float | None
+
+    def __str__(self) -> str:
+        values = [
+            f"{name} {number(value)}"
+            for name, value in (("loss", self.loss), ("gradient norm", self.grad_norm))
+            if value is not None
+        ]
+        return (
+            f"the loop stepped optimizer {self.optimizer!r} with NaN or Inf ({', '.join(values)})."
+            " guard.step(batch, loss_fn) would have skipped the batch"
+        )
+
+
 class OwnFitBatch(WithReason):
     """A SpeechBrain Brain overrides `fit_batch`, so only calls to `guarded_step` are guarded."""
 

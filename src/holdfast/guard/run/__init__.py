@@ -12,6 +12,6 @@ session         opens and closes the run directory, and saves on request
 saved_state     gathers the contents of a checkpoint; ``settings`` compares the settings of
                 optimizers and schedulers with those at the start of the run
 restoration     resumes from a checkpoint, and rolls back to an earlier state
-own_steps       refuses optimizer steps outside of `Guard.step`
+own_steps       counts optimizer steps that a loop takes itself, or refuses them
 last_steps      stores the steps that earlier guards in the same process reached
 """

@@ -8,6 +8,7 @@ saved at boundaries.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
-from holdfast.guard.run.own_steps import OwnStepsRefused
+from holdfast.guard.run.own_steps import OwnSteps
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
@@ -33,6 +34,7 @@ from holdfast.memory.oom import naming_lack_of_memory
 # epoch, and the Hugging Face Trainer every 500 steps.
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
+_NOTHING = contextlib.nullcontext()
 # The end of every epoch up to this one is recorded as an event. After that, only some ends of
 # epochs are recorded, so that these events never fill the recorder's ring buffer.
 _EPOCHS_WITH_EVENTS = 100
@@ -88,6 +90,7 @@ class Loop:
         saves: Decides for all ranks when a save is due.
         recovery: Rolls back when a save is refused.
         steps: The steps of the run, of which the last one may be undecided.
+        own_steps: The optimizer steps that the script takes without `Guard.step`.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Loop:
         saves: Saves,
         recovery: Recovery,
         steps: Steps,
+        own_steps: OwnSteps,
     ) -> None:
         self._session = session
         self._record = session.record
@@ -106,7 +110,7 @@ class Loop:
         self._recovery = recovery
         self._steps = steps
         self._state = session.state
-        self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
+        self._own_steps = own_steps
         # Whether a save is due but was postponed.
         self._postponed = False
         self._reported_waiting = False
@@ -116,6 +120,8 @@ class Loop:
         # Finds counters that are missing from checkpoints. None once one has been reported.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
+        # Whether the most recent loop was left early, without a stop request.
+        self._was_left = False
         # The generator of the most recent loop.
         self._under_way: Generator[Any] | None = None
         watch(self)
@@ -147,6 +153,8 @@ class Loop:
         # The generator raises ValueError if another thread is still running it.
         with contextlib.suppress(ValueError):
             self.leave()
+        if self._was_left:
+            self._record_error_of_script()
         if not self._session.is_open:
             return
         with self._record.errors():
@@ -157,6 +165,18 @@ class Loop:
                 self._save_as_asked()
         self._session.end_report.report_failed_saves(left=self._state.in_loop)
         self._session.end_report.report_left_steps()
+
+    def _record_error_of_script(self) -> None:
+        """Record the error that ended the script, if a loop was left because of it.
+
+        When the loop body raises an error, Python closes the loop's iterator without saying why.
+        """
+        error = getattr(sys, "last_value", None)
+        # Another guard may hold the run directory by now.
+        with contextlib.suppress(RunDirectoryError):
+            if isinstance(error, Exception):
+                with self._session.recording():
+                    self._record.left_by(error)
 
     def batches(
         self,
@@ -197,7 +217,8 @@ class Loop:
         """Return whether the loop must end at this boundary."""
         if limits.are_reached(epochs=cursor.epoch, steps=self._record.global_step):
             return True
-        return self._stop.reason is not None
+        # A checkpoint holds no gradients, so a stop waits for the step that they are for.
+        return self._stop.reason is not None and not self._own_steps.accumulates
 
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
         self._steps.settle()
@@ -271,6 +292,7 @@ class Loop:
             self.count_batch()
             cursor.leave()
             self._state.leave_loop()
+            self._was_left = how == "left"
             release(how)
 
     def _save_as_asked(self) -> bool:
@@ -282,7 +304,7 @@ class Loop:
         Returns:
             Whether the state was saved.
         """
-        if self._stop.reason is None or self._ranks.world_size > 1:
+        if self._stop.reason is None or self._ranks.world_size > 1 or self._own_steps.accumulates:
             return False
         self._steps.settle()
         if not self._session.saving.may_save_more:
@@ -324,14 +346,16 @@ class Loop:
         )
         while True:
             try:
-                with self._stop, naming_lack_of_memory("fetching a batch"):
+                with self._interruption(), naming_lack_of_memory("fetching a batch"):
                     batch = cursor.fetch(iterator)
             except StopIteration:
                 break
             except Interrupted:
                 self._settle()
                 return
+            self._own_steps.begin_batch()
             yield batch
+            self._own_steps.end_batch()
             self._session.check_averages()
             self._settle_if_due(limits)
             if self._state.must_rewind:
@@ -346,6 +370,10 @@ class Loop:
         if self._settle():
             return
         self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
+
+    def _interruption(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a stop signal ends the wait for a batch, if it may."""
+        return _NOTHING if self._own_steps.accumulates else self._stop
 
     def _settle(self) -> bool:
         """Read the result of an undecided step between two batches, if there is one.
@@ -457,6 +485,8 @@ class Loop:
             )
 
     def _save_if_due(self) -> None:
+        if self._own_steps.accumulates:
+            return
         with naming_lack_of_memory("saving a checkpoint"):
             self._save_now_if_due()
 

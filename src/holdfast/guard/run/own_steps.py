@@ -1,83 +1,308 @@
-"""Refuse optimizer steps that a loop over `Guard.batches` runs without `Guard.step`.
+"""Count the optimizer steps that a loop over `Guard.batches` takes itself, without `Guard.step`.
 
-Such a step changes the weights, but the guard does not count it. If all steps were run this way, no
-save would ever be due, and a killed run would start again from step 0.
+A script may keep its own forward pass, backward pass and ``optimizer.step()``. torch's global
+optimizer hooks then report each step of a guarded optimizer, so that steps are counted, recorded
+and saved as usual. Such a step cannot be taken back: NaN, Inf and spikes are reported, but the
+batch takes effect.
+
+Steps that no checkpoint could contain are refused before they change a weight.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from holdfast.core.errors import BatchError
-from holdfast.guard.parts import Parts
+from holdfast.core.events import run_events
 from holdfast.guard.phase import RunState
+from holdfast.guard.run.backward_losses import BackwardLosses
+from holdfast.guard.run.session import Session
+from holdfast.memory.host_copy import HostCopy
+from holdfast.numerics.spikes import Level
+from holdfast.recorder.black_box import StepMark
 
 # The states of all guards in this process. They are needed because a loop that was never closed
 # must not refuse the steps of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
-class OwnStepsRefused:
-    """A context that raises H212 if an optimizer updates guarded parameters outside `Guard.step`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TakenStep:
+    """A step that has been taken, and whose values may not have reached the host yet."""
+
+    optimizer: str
+    # None if the loop did not call ``backward`` on a loss.
+    loss: HostCopy | None
+    # The norm of all gradients. None if there were none before the step, as with LBFGS.
+    grad_norm: HostCopy | None
+    # Whether a fused optimizer skips the step on the device if ``GradScaler`` has found Inf.
+    may_be_skipped: bool
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all values can be read without waiting."""
+        values = (self.loss, self.grad_norm)
+        return all(value is None or value.is_complete for value in values)
+
+
+class OwnSteps:
+    """A context in which the loop may step the guarded optimizers itself.
 
     Optimizers of other parameters, such as those of a discriminator that was not passed to the
-    guard, are not affected.
+    guard, are neither counted nor refused.
 
     Args:
-        parts: The models and optimizers of the run.
-        state: The guard's state, which shows whether a guarded step is in progress.
-        record: Function that is called with the error before the error is raised.
+        session: The session of the run.
+        note_new_weights: Function that is called after each step.
+        why_not: Why this run must take all its steps with `Guard.step`, or None if it need not.
     """
 
     def __init__(
-        self, parts: Parts, state: RunState, record: Callable[[BaseException], None]
+        self, session: Session, note_new_weights: Callable[[], None], why_not: str | None
     ) -> None:
-        self._parts = parts
-        self._state = state
-        self._record = record
+        self._session = session
+        self._note_new_weights = note_new_weights
+        self._why_not = why_not
+        self._record = session.record
+        self._state = session.state
+        self._parts = session.parts
+        self._clock = session.clock
         self._parameters: set[int] = set()
-        _states.add(state)
+        # Whether the script has called `Guard.step`.
+        self._guard_has_stepped = False
+        # Whether the loop has stepped a guarded optimizer.
+        self._loop_has_stepped = False
+        # The optimizer whose step is in progress, or has failed. None otherwise.
+        self._stepping: Optimizer | None = None
+        # Whether a step was taken since the last boundary.
+        self._stepped_in_batch = False
+        # The newest step, until it is recorded.
+        self._newest: _TakenStep | None = None
+        self._losses = BackwardLosses(session.parts.states.values())
+        # The norm of the gradients of the step in progress.
+        self._grad_norm: HostCopy | None = None
+        # Whether the newest recorded step had NaN or Inf in its gradients.
+        self._was_nonfinite = False
+        self._last_step_at = 0.0
+        _states.add(session.state)
+
+    # --- what the loop asks
+
+    @property
+    def are_taken(self) -> bool:
+        """Return whether the loop takes its steps itself."""
+        return self._loop_has_stepped
+
+    @property
+    def accumulates(self) -> bool:
+        """Return whether the loop may be accumulating gradients for a step that is to come.
+
+        The state between two batches of such a step is not saved, because a checkpoint holds no
+        gradients.
+        """
+        if self._guard_has_stepped:
+            return False
+        if self._loop_has_stepped:
+            return not self._stepped_in_batch
+        # Before the first step, gradients exist only if the loop has called backward.
+        return any(parameter.grad is not None for _, parameter in self._parts.named_parameters())
+
+    def begin_batch(self) -> None:
+        """Record that the loop body receives a batch."""
+        self._stepped_in_batch = False
+
+    def end_batch(self) -> None:
+        """Record that the loop body has finished with its batch."""
+        if self._stepping is not None:
+            self._note_failure()
+
+    def flush(self) -> None:
+        """Record the newest step, and wait for its loss and gradient norm if necessary."""
+        step = self._newest
+        if step is None:
+            return
+        self._newest = None
+        loss = None if step.loss is None else float(step.loss.read())
+        norm = None if step.grad_norm is None else float(step.grad_norm.read())
+        self._record.step(
+            StepMark.COMMITTED,
+            None,
+            loss,
+            norm,
+            step.seconds,
+            "" if len(self._parts.optimizers) == 1 else step.optimizer,
+        )
+        if not step.may_be_skipped:
+            self._report_nonfinite(step.optimizer, loss, norm)
+        if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
+            self._report_spike(step.optimizer, loss, norm)
+
+    def _report_nonfinite(self, optimizer: str, loss: float | None, norm: float | None) -> None:
+        """Report the first of consecutive steps with NaN or Inf."""
+        is_nonfinite = any(value is not None and not math.isfinite(value) for value in (loss, norm))
+        if is_nonfinite and not self._was_nonfinite:
+            self._record.emit(
+                run_events.NonfiniteStepTaken(optimizer=optimizer, loss=loss, grad_norm=norm)
+            )
+        self._was_nonfinite = is_nonfinite
+
+    def _report_spike(self, optimizer: str, loss: float, norm: float) -> None:
+        """Compare a step with earlier ones, and report it if it is unusual."""
+        if self._session.policy.spike_action == "off":
+            return
+        spikes = self._session.spikes
+        level = spikes.judge(optimizer, loss, norm)
+        if level is not Level.CALM:
+            spike = run_events.Spike(
+                loss=loss,
+                grad_norm=norm,
+                usual_norm=spikes.usual_norm(optimizer),
+                level=level.name,
+            )
+            self._record.emit(spike)
+        spikes.accepted(optimizer, loss, norm)
+
+    def note_guarded_step(self) -> None:
+        """Record that the script calls `Guard.step`.
+
+        Raises:
+            BatchError: H212 if the loop has stepped a guarded optimizer itself.
+        """
+        if self._loop_has_stepped:
+            raise _mixed_steps("guard.step was called after the loop stepped an optimizer itself")
+        if not self._guard_has_stepped:
+            self._guard_has_stepped = True
+            self._losses.stop()
+
+    # --- the context
 
     def __enter__(self) -> None:
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
-        # torch keeps the hook until it is removed, so a strong reference to this object would keep
+        self._last_step_at = self._clock.monotonic_seconds()
+        if self._why_not is None and not self._guard_has_stepped:
+            self._losses.start()
+        # torch keeps hooks until they are removed, so a strong reference to this object would keep
         # an abandoned run alive.
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            context = reference()
-            if context is not None:
-                context.check(optimizer)
+            own_steps = reference()
+            if own_steps is not None:
+                own_steps.before_step(optimizer)
 
-        self._handle = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._handle.remove)
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            own_steps = reference()
+            if own_steps is not None:
+                own_steps.after_step(optimizer)
+
+        self._handles = [
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
 
     def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._losses.stop()
+        self.end_batch()
+        self.flush()
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise H212 if an optimizer would now update guarded parameters outside a guarded step.
+    # --- the hooks
 
-        The hook calls this before each optimizer step. In a guarded step, the call takes less than
-        a microsecond.
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Begin to count a step of the loop, or refuse it.
+
+        The hook calls this before each optimizer step in the process. In a guarded step, the call
+        takes less than a microsecond.
+
+        Raises:
+            BatchError: H212 if the step would change guarded parameters, but cannot be counted.
         """
+        if optimizer is self._stepping:
+            # The script has caught an error of this optimizer's previous step.
+            self._note_failure()
         # In a guarded step, any optimizer may step, since the guard's optimizers may be wrappers
-        # around others.
-        if self._state.is_changing:
-            return
-        if any(state.is_changing for state in _states):
+        # around others. The same applies to a step of the loop.
+        if self._state.is_changing or any(state.is_changing for state in _states):
             return
         name = self._name_of(optimizer)
         if name is None and not self._moves_guarded_parameters(optimizer):
             return
-        error = _unguarded_step(optimizer, name)
-        self._record(error)
-        raise error
+        error = self._refusal(optimizer, name)
+        if error is not None:
+            self._record.left_by(error)
+            raise error
+        assert name is not None
+        self._begin(optimizer, name)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step of the loop. The hook calls this after each optimizer step."""
+        if optimizer is not self._stepping:
+            return
+        name = self._name_of(optimizer)
+        assert name is not None
+        self._stepping = None
+        self._stepped_in_batch = True
+        now = self._clock.monotonic_seconds()
+        self._record.count_step()
+        self._session.counters.note_good_step(self._record.global_step)
+        self._session.check_new_state([name])
+        loss = self._losses.take()
+        step = _TakenStep(
+            optimizer=name,
+            loss=None if loss is None else HostCopy(loss),
+            grad_norm=self._grad_norm,
+            may_be_skipped=getattr(optimizer, "found_inf", None) is not None,
+            seconds=now - self._last_step_at,
+        )
+        self._newest = step
+        self._last_step_at = now
+        self._state.committed()
+        self._note_new_weights()
+        if step.is_complete:
+            self.flush()
+
+    def _begin(self, optimizer: Optimizer, name: str) -> None:
+        self.flush()
+        if not self._loop_has_stepped:
+            self._loop_has_stepped = True
+            self._session.schedules.hand_over()
+            self._record.emit(run_events.LoopSteps(optimizer=name))
+        self._grad_norm = _norm_of_gradients(optimizer)
+        self._stepping = optimizer
+        self._state.begin()
+        self._state.commit()
+
+    def _note_failure(self) -> None:
+        """Record that an optimizer has raised an error, which may have left its step half done."""
+        self._stepping = None
+        self._state.step_failed()
+
+    # --- what is refused
+
+    def _refusal(self, optimizer: Optimizer, name: str | None) -> BatchError | None:
+        """Return the error for a step that changes guarded parameters, or None if it is allowed."""
+        if name is None:
+            return _step_of_unknown_optimizer(optimizer)
+        if self._why_not is not None:
+            return _step_outside_guard(name, self._why_not)
+        if self._guard_has_stepped:
+            return _mixed_steps(f"the loop stepped optimizer {name!r} itself, after guard.step")
+        return None
 
     def _name_of(self, optimizer: Optimizer) -> str | None:
         """Return an optimizer's name in the guard, or None if it was not passed to the guard."""
@@ -94,29 +319,62 @@ class OwnStepsRefused:
         )
 
 
-def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
-    """Return an H212 error for an optimizer that was stepped outside `Guard.step`.
+def _norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
+    """Return the norm of all gradients of an optimizer, or None if there are no gradients."""
+    gradients = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and parameter.grad.layout is torch.strided
+    ]
+    if not gradients:
+        return None
+    return HostCopy(torch.nn.utils.get_total_norm(gradients).detach())
 
-    Args:
-        optimizer: The optimizer.
-        name: The optimizer's name in the guard, or None if it was not passed to the guard.
-    """
-    if name is None:
-        subject = f"a {type(optimizer).__name__} that the guard does not hold"
-        fix = (
-            "pass it to Guard (optimizer=...) and replace zero_grad, backward and step with "
-            "guard.step(batch, loss_fn)."
-        )
-    else:
-        subject = f"optimizer {name!r}"
-        fix = (
+
+def _step_of_unknown_optimizer(optimizer: Optimizer) -> BatchError:
+    return BatchError(
+        f"the loop stepped a {type(optimizer).__name__} that the guard does not hold",
+        limit="it changes parameters of a guarded model, and no checkpoint would hold its state",
+        fix="pass it to Guard (optimizer=...).",
+        rule="H212",
+    )
+
+
+def _step_outside_guard(name: str, why: str) -> BatchError:
+    return BatchError(
+        f"the loop stepped optimizer {name!r} outside of guard.step",
+        limit=why,
+        fix=(
             "replace zero_grad, backward and step with guard.step(batch, loss_fn), where loss_fn"
             " returns the loss. To step one of several optimizers: guard.step(batch, loss_fn,"
             f" optimizer={name!r})."
-        )
-    return BatchError(
-        f"the loop stepped {subject} outside of guard.step",
-        limit="the guard does not see such steps, so no checkpoint would include them",
-        fix=fix,
+        ),
         rule="H212",
     )
+
+
+def _mixed_steps(problem: str) -> BatchError:
+    return BatchError(
+        problem,
+        limit="a run takes all its steps with guard.step, or none of them",
+        fix=(
+            "use guard.step(batch, loss_fn, optimizer=...) for every optimizer of the guard, or"
+            " call backward and optimizer.step() for every one of them."
+        ),
+        rule="H212",
+    )
+
+
+def why_guard_must_step(framework: str | None, world_size: int) -> str | None:
+    """Return why a loop must not step the guarded optimizers itself, or None if it may.
+
+    Args:
+        framework: Why a framework needs the result of a step at once, or None without one.
+        world_size: The number of ranks.
+    """
+    if framework is not None:
+        return "a guard for a framework sees only the steps of guard.step"
+    if world_size > 1:
+        return "several ranks agree on saves and stops in guard.step"
+    return None
