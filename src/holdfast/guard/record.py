@@ -28,6 +28,7 @@ from holdfast.core.events.data import EventData
 from holdfast.core.events.decisions import Recompute, RollBack, SkipStep, Split, Stop
 from holdfast.core.events.event import Event
 from holdfast.core.raised import describe_exception, printable
+from holdfast.guard.repeated_steps import RepeatedSteps, lost_steps
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
@@ -75,6 +76,9 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.OwnStateNotKept,
         run_events.ResumeMayDiffer,
         run_events.StepsLeftBehind,
+        run_events.StepsRepeated,
+        run_events.RepeatedStepDiffers,
+        run_events.NonfiniteStepTaken,
     }
 )
 # Events that users should see and that concern a single rank, so each rank logs its own.
@@ -137,6 +141,8 @@ class RunRecord:
         self.ended: End = "failed"
         self.scalars = Scalars(lambda: directory, self.emit)
         self._global_step = 0
+        # Compares the steps that a resumed run repeats. None if there is nothing to compare.
+        self._repeated: RepeatedSteps | None = None
 
     # --- the global step
 
@@ -201,11 +207,19 @@ class RunRecord:
                 "finished".
         """
         if self._box is not None:
+            self._report_repeated_steps()
             self.ended = "failed"
             self.ended = self._record_end(how)
             self._box.close()
             self._box = None
         self.scalars.close()
+
+    def _report_repeated_steps(self) -> None:
+        """Record how many steps were repeated so far, if the run ends before the last of them."""
+        event = None if self._repeated is None else self._repeated.finish()
+        self._repeated = None
+        if event is not None:
+            self.emit(event)
 
     def _record_end(self, how: End | None) -> End:
         """Record how the run ended, unless a recorded error already states it.
@@ -336,6 +350,36 @@ class RunRecord:
         self._left_by = None
         number = self._box.optimizers[optimizer] if optimizer else 0
         self._box.step(mark, self._global_step, micro_batch_size or 0, loss, norm, seconds, number)
+        if self._repeated is not None and mark is StepMark.COMMITTED:
+            self._compare(self._repeated, loss, norm)
+
+    # --- steps that a resumed run repeats
+
+    def compare_repeated_steps(self, *, is_exact: bool, precision: str) -> None:
+        """Compare the next steps with those that the recording holds after the current step.
+
+        Call this when the run has resumed, before its first step.
+
+        Args:
+            is_exact: Whether a repeated step must have the same bits.
+            precision: ``Policy.precision``.
+        """
+        earlier = lost_steps(self._directory, self._global_step)
+        if earlier:
+            self._repeated = RepeatedSteps(earlier, is_exact=is_exact, precision=precision)
+
+    def stop_comparing(self) -> None:
+        """Compare no more steps, because the run no longer repeats its earlier ones."""
+        self._repeated = None
+
+    def _compare(self, repeated: RepeatedSteps, loss: float | None, norm: float | None) -> None:
+        event = repeated.compare(self._global_step, loss, norm)
+        if repeated.is_complete:
+            self._repeated = None
+        if event is not None:
+            self.emit(event)
+
+    # --- reading
 
     def events(self) -> list[Event]:
         """Return all events in this rank's recording, oldest first."""

@@ -323,6 +323,14 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     # frameworks
     (run.OwnSteps(why="manual optimization"), ("manual optimization",)),
+    (run.StepsRepeated(steps=37, largest_difference=0.0), ("37 steps", "identical")),
+    (run.StepsRepeated(steps=1, largest_difference=1e-7), ("1 step ", "1.0e-07")),
+    (
+        run.RepeatedStepDiffers(
+            loss=0.5, grad_norm=1.0, earlier_loss=0.25, earlier_grad_norm=1.0, equal_steps=2
+        ),
+        ("loss 0.5 instead of 0.25", "after 2 equal steps"),
+    ),
     (run.LoopSteps(optimizer="generator"), ("'generator'", "counted and saved")),
     (
         run.NonfiniteStepTaken(optimizer="generator", loss=None, grad_norm=float("nan")),

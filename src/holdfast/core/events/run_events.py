@@ -193,6 +193,53 @@ class OwnStateNotKept(EventData):
         )
 
 
+class StepsRepeated(EventData):
+    """A resumed run has repeated steps of its earlier attempt, and their values agree.
+
+    `largest_difference` is the largest relative difference of a loss or gradient norm.
+    """
+
+    steps: int
+    largest_difference: float
+
+    def __str__(self) -> str:
+        steps = counted(self.steps, "step")
+        if self.largest_difference == 0:
+            return f"{steps} repeated after the resume, identical to those of the earlier attempt"
+        return (
+            f"{steps} repeated after the resume; their losses and gradient norms differ by at most"
+            f" {self.largest_difference:.1e} (relative) from those of the earlier attempt"
+        )
+
+
+class RepeatedStepDiffers(EventData):
+    """A resumed run has repeated a step of its earlier attempt with a different result.
+
+    `equal_steps` is the number of repeated steps before this one.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    earlier_loss: float | None
+    earlier_grad_norm: float | None
+    equal_steps: int
+
+    def __str__(self) -> str:
+        pairs = (
+            ("loss", self.loss, self.earlier_loss),
+            ("gradient norm", self.grad_norm, self.earlier_grad_norm),
+        )
+        differences = [
+            f"{name} {now!r} instead of {earlier!r}"
+            for name, now, earlier in pairs
+            if now is not None and earlier is not None and now != earlier
+        ]
+        return (
+            f"the resumed run differs from its earlier attempt: {', '.join(differences)}, after"
+            f" {counted(self.equal_steps, 'equal step')}"
+        )
+
+
 class StepsLeftBehind(EventData):
     """A guard resumes at an earlier step than the previous guard in this process had reached.
 

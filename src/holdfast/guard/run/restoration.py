@@ -21,6 +21,7 @@ from holdfast.guard.cursor import check_position
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.ranks.interface import Ranks
 from holdfast.guard.record import describe_error
+from holdfast.guard.repeated_steps import is_deterministic
 from holdfast.guard.run.last_steps import last_step
 from holdfast.guard.run.saved_state import SavedState
 from holdfast.guard.saving.components import (
@@ -123,7 +124,19 @@ class Restoration:
             )
         )
         self._report_lost_state_of_ranks(training)
+        self._compare_repeated_steps()
         return entry.path
+
+    def _compare_repeated_steps(self) -> None:
+        """Let the recording compare the steps that the run is about to repeat.
+
+        Without a promise that the run reads the same batches, a difference would mean nothing.
+        """
+        if self._cursor is None or self._cursor.unkept is not None or self._ranks.rank != 0:
+            return
+        self._record.compare_repeated_steps(
+            is_exact=is_deterministic(self._parts.device_type()), precision=self._policy.precision
+        )
 
     def _same_for_all(self) -> dict[str, Any]:
         """Return the settings and shapes that must be the same on all ranks."""
@@ -234,6 +247,7 @@ class Restoration:
         if isinstance(earlier, HostSnapshot) and not trusted:
             # If the run fails again after this rollback, the next rollback uses an older snapshot.
             self._snapshots.distrust(earlier)
+        self._record.stop_comparing()
         self._saving.note_rollback(to_checkpoint=isinstance(earlier, Entry))
         self._snapshots.returned_to(self._record.global_step)
         if trusted:
