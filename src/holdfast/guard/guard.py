@@ -431,8 +431,8 @@ class Guard:
         try:
             names = self._parts.optimizer_names(optimizer)
             with naming_lack_of_memory("running a step"):
-                self._ready()
                 self._own_steps.note_guarded_step()
+                self._ready()
                 result = self._steps.step(batch, loss_fn, names, split=split)
                 self._trained_weights.remember()
                 return result

@@ -84,6 +84,8 @@ class OwnSteps:
         self._guard_has_stepped = False
         # Whether the loop has stepped a guarded optimizer.
         self._loop_has_stepped = False
+        # Whether there were gradients before the loop. Nothing is known about the loop by then.
+        self._had_gradients = False
         # The optimizer whose step is in progress, or has failed. None otherwise.
         self._stepping: Optimizer | None = None
         # Whether a step was taken since the last boundary.
@@ -116,7 +118,10 @@ class OwnSteps:
             return False
         if self._loop_has_stepped:
             return not self._stepped_in_batch
-        # Before the first step, gradients exist only if the loop has called backward.
+        # Before the first step, new gradients exist only if the loop has called backward.
+        return not self._had_gradients and self._has_gradients()
+
+    def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for _, parameter in self._parts.named_parameters())
 
     def begin_batch(self) -> None:
@@ -190,6 +195,7 @@ class OwnSteps:
 
     def __enter__(self) -> None:
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
+        self._had_gradients = self._has_gradients()
         self._last_step_at = self._clock.monotonic_seconds()
         if self._why_not is None and not self._guard_has_stepped:
             self._losses.start()
