@@ -84,8 +84,9 @@ class OwnSteps:
         self._guard_has_stepped = False
         # Whether the loop has stepped a guarded optimizer.
         self._loop_has_stepped = False
-        # Whether there were gradients before the loop. Nothing is known about the loop by then.
-        self._had_gradients = False
+        # Whether there were gradients before the loop. If so, gradients do not show that the loop
+        # accumulates them. True until a loop begins.
+        self._had_gradients = True
         # The optimizer whose step is in progress, or has failed. None otherwise.
         self._stepping: Optimizer | None = None
         # Whether a step was taken since the last boundary.
@@ -103,18 +104,13 @@ class OwnSteps:
     # --- what the loop asks
 
     @property
-    def are_taken(self) -> bool:
-        """Return whether the loop takes its steps itself."""
-        return self._loop_has_stepped
-
-    @property
     def accumulates(self) -> bool:
         """Return whether the loop may be accumulating gradients for a step that is to come.
 
         The state between two batches of such a step is not saved, because a checkpoint holds no
         gradients.
         """
-        if self._guard_has_stepped:
+        if self._guard_has_stepped or self._why_not is not None:
             return False
         if self._loop_has_stepped:
             return not self._stepped_in_batch
