@@ -21,6 +21,7 @@ from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
+from holdfast.guard.run.time_limit import TimeLimit
 from holdfast.guard.saving.unkept import UnkeptNumbers
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -88,6 +89,7 @@ class Loop:
         saves: Decides for all ranks when a save is due.
         recovery: Rolls back when a save is refused.
         steps: The steps of the run, of which the last one may be undecided.
+        time_limit: Asks for a stop before the time of the run is over.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Loop:
         saves: Saves,
         recovery: Recovery,
         steps: Steps,
+        time_limit: TimeLimit,
     ) -> None:
         self._session = session
         self._record = session.record
@@ -105,6 +108,7 @@ class Loop:
         self._saves = saves
         self._recovery = recovery
         self._steps = steps
+        self._time_limit = time_limit
         self._state = session.state
         self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
         # Whether a save is due but was postponed.
@@ -197,6 +201,7 @@ class Loop:
         """Return whether the loop must end at this boundary."""
         if limits.are_reached(epochs=cursor.epoch, steps=self._record.global_step):
             return True
+        self._time_limit.check()
         return self._stop.reason is not None
 
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
@@ -225,7 +230,7 @@ class Loop:
         self._report_unkept_numbers()
         self._honor_stop()
         self._session.save()
-        if self._stop.by_signal:
+        if self._stop.ends_process:
             # A launcher kills all ranks when the first one exits, so they wait here until the
             # checkpoint is complete.
             self._ranks.agree("stop", dict)
@@ -506,6 +511,7 @@ class Loop:
 
         This is called at the beginning of a step, when the previous step is complete.
         """
+        self._time_limit.check()
         self._settle_if_due(Limits(epochs=None, steps=None))
         self._state.boundary()
         self._save_if_due()
