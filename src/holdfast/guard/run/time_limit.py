@@ -109,7 +109,7 @@ class TimeLimit:
         if save_seconds is None:
             save_seconds = _UNMEASURED_SAVE_SECONDS
         remaining = self._deadline.seconds - now
-        if remaining < (1 + self._steps_until_stop) * step_seconds + _SAVES * save_seconds:
+        if remaining <= (1 + self._steps_until_stop) * step_seconds + _SAVES * save_seconds:
             reason = (
                 f"max_time: {duration(max(0.0, remaining))} until {self._deadline.what}; a step"
                 f" takes up to {duration(step_seconds)} and a save up to {duration(save_seconds)}"
