@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.testing import FakeClock
 
 STEPS_OF_AN_EPOCH = 3
 
@@ -73,3 +74,37 @@ def test_all_ranks_stop_for_the_same_reason(tmp_path, requests, at_step, reason,
     for _, stop_reason, event in ended:
         assert stop_reason == reason
         assert event == {"reason": reason, "signal": by_signal, "asked_rank": asked_rank}
+
+
+def out_of_time(rank, run):
+    """Train until the time of the first rank is over. Return what this rank reads and exits with."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    clock = FakeClock()
+    guard = holdfast.Guard(
+        run,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loader=[torch.randn(4, 3) for _ in range(100)],
+        clock=clock,
+        async_save=False,
+        max_time="20s",
+        stop_exit_code=85,
+    )
+    with pytest.raises(SystemExit) as ended:
+        for batch in guard.batches(max_epochs=1):
+            guard.step(batch, lambda inputs: model(inputs).square().mean())
+            # The clocks of other ranks do not count.
+            clock.advance(1.0 if rank == 0 else 1000.0)
+    return guard.global_step, guard.stop_reason, ended.value.code
+
+
+def test_all_ranks_stop_when_the_time_of_the_first_one_is_over(tmp_path):
+    """They learn of it in the next step, for which there is time, and exit with the same code."""
+    first, second = all_returned(run_ranks(out_of_time, 2, tmp_path))
+
+    assert first == second
+    step, reason, code = first
+    assert step == 19
+    assert reason.startswith("max_time")
+    assert code == 85

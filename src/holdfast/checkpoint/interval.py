@@ -118,6 +118,14 @@ class IntervalChooser:
         self.costs.append(SaveCost(stall_seconds=stall_seconds, seconds=seconds))
         self._interval = None
 
+    def longest_save_seconds(self) -> float | None:
+        """Return how long the longest recent save took in total, or None if none was measured."""
+        if self.costs:
+            return max(cost.seconds for cost in self.costs)
+        if self._first_cost is not None:
+            return _MOMENTS * self._first_cost.seconds
+        return None
+
     def is_overdue(self, seconds: float, *, auto: bool) -> bool:
         """Return whether a save is due now.
 

@@ -256,11 +256,28 @@ def unanswered_signal(events: Iterable[Event]) -> Event | None:
     return newest
 
 
-def signal_of_stop(request: Event) -> str | None:
-    """Return the name of the signal that requested a stop, or None if the script requested it."""
+def source_of_stop(request: Event) -> str | None:
+    """Return what requested a stop: the name of a signal, "max_time", or None for the script."""
     for value in (request.data.get("signal"), request.data.get("reason")):
-        if isinstance(value, str) and is_signal_name(value):
-            return value
+        source = source_of_reason(value)
+        if source is not None:
+            return source
+    return None
+
+
+def source_of_reason(reason: object) -> str | None:
+    """Return what requested a stop, as `source_of_stop` does.
+
+    Args:
+        reason: The reason that a Guard recorded for the stop.
+    """
+    if not isinstance(reason, str):
+        return None
+    if is_signal_name(reason):
+        return reason
+    # `guard.run.time_limit` begins its reasons with this word.
+    if reason.startswith("max_time:"):
+        return "max_time"
     return None
 
 

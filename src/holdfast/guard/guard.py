@@ -45,6 +45,7 @@ from holdfast.guard.run.own_steps import OwnSteps, why_guard_must_step
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
+from holdfast.guard.run.time_limit import TimeLimit
 from holdfast.guard.saving.best import Best, BestOf, as_metric
 from holdfast.guard.saving.components import check_models_can_be_saved, check_saveable
 from holdfast.guard.schedules import Schedules
@@ -207,7 +208,13 @@ class Guard:
             why_guard_must_step(self._framework(), ranks.world_size),
         )
         self._boundaries = Loop(
-            self._session, self._stop, saves, self._recovery, self._steps, self._own_steps
+            self._session,
+            self._stop,
+            saves,
+            self._recovery,
+            self._steps,
+            self._own_steps,
+            self._time_limit(clock),
         )
         weakref.finalize(self, self._asked.uninstall)
         # At exit, this must run before the interpreter shuts down. If the observer's hooks were
@@ -223,6 +230,20 @@ class Guard:
         except BaseException:
             self._release()
             raise
+
+    def _time_limit(self, clock: Clock) -> TimeLimit:
+        """Return the object that asks for a stop before the time of the run is over."""
+        # Other ranks learn of a request in the next step, and a framework after it.
+        is_alone = self._ranks.world_size == 1 and self._framework() is None
+        return TimeLimit(
+            # A request by the first rank stops all ranks.
+            self.policy.max_time if self._ranks.rank == 0 else None,
+            self._asked,
+            self._session.saving,
+            self._record,
+            clock,
+            steps_until_stop=0 if is_alone else 1,
+        )
 
     def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
         """Return a cursor at the beginning of a loader. `HostedGuard` returns another type."""
@@ -271,7 +292,8 @@ class Guard:
         """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None if it was not.
 
         All ranks return the same reason, regardless of which rank received the request. The signals
-        that stop a run are set by ``Policy.stop_signals``.
+        that stop a run are set by ``Policy.stop_signals``. If the time of the run is nearly over,
+        the reason begins with ``"max_time"``; see ``Policy.max_time``.
         """
         return self._stop.reason
 
@@ -326,8 +348,8 @@ class Guard:
         is unlocked. If the last save fails, the loop ends normally, but the process exits with code
         74 unless a later save succeeds.
 
-        A signal in ``Policy.stop_signals`` ends the loop once a checkpoint is saved. The script can
-        read `stop_reason` after the loop.
+        A signal in ``Policy.stop_signals`` ends the loop once a checkpoint is saved, and so does
+        ``Policy.max_time``. The script can read `stop_reason` after the loop.
 
         If you leave the loop early, by ``break`` or by calling ``next`` only a few times, no
         checkpoint is saved unless a stop was requested. Call `request_stop` instead, or `close`
@@ -342,7 +364,8 @@ class Guard:
             PolicyError: H105 without a loader or without a limit.
             LoaderError: H601 for an empty loader. H602 if a whole epoch passes without a step, so
                 that `max_steps` would never be reached.
-            SystemExit: After a signal and the last save, if ``Policy.stop_exit_code`` is set.
+            SystemExit: After a stop by a signal or by ``Policy.max_time``, and the last save, if
+                ``Policy.stop_exit_code`` is set.
             KeyboardInterrupt: After Ctrl-C and the last save, if ``Policy.stop_exit_code`` is not
                 set.
         """
@@ -376,7 +399,8 @@ class Guard:
         """Open the run directory if it is closed, before a step or a loop.
 
         If the script does not iterate `batches`, each call to `step` marks the end of the previous
-        step. A due checkpoint is then saved, and a stop signal ends the process.
+        step. A due checkpoint is then saved, and a stop signal or ``Policy.max_time`` ends the
+        process.
         """
         self._session.check_not_in_step()
         if self._stop.honored and self._ending() is not None:
@@ -389,7 +413,7 @@ class Guard:
                 self._position_known = True
                 self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
-            if self._stop.by_signal:
+            if self._stop.ends_process:
                 self._end_process()
 
     # --- the step
@@ -524,7 +548,7 @@ class Guard:
         raise self._ending() or SystemExit(0) from None
 
     def _ending(self) -> BaseException | None:
-        """Return the exception to raise after a signal has stopped the run, or None.
+        """Return the exception to raise after a signal or the time has stopped the run, or None.
 
         Ctrl-C raises KeyboardInterrupt, as it would without a guard, so that a notebook's "Run all"
         stops.
@@ -532,7 +556,7 @@ class Guard:
         # Fall back on this process's own signal, which may have arrived too late for the ranks to
         # agree on it.
         number = self._stop.signal or self._asked.signal
-        if number is None:
+        if number is None and not self._stop.ends_process:
             return None
         if self.policy.stop_exit_code is not None:
             return SystemExit(self.policy.stop_exit_code)
@@ -700,6 +724,10 @@ class Guard:
         After `request_stop`, the evaluation completes before the loop ends. The same applies to a
         signal that arrives while the models hold weights other than the trained ones, such as an
         average that the script has swapped in, because a checkpoint would contain those weights.
+
+        ``Policy.max_time`` is checked between steps only, so it does not interrupt an evaluation.
+        Instead, the longest time between two steps so far, including evaluations, is kept free at
+        the end.
         """
         try:
             self._settle_without_others()

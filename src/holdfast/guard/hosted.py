@@ -287,13 +287,13 @@ class HostedGuard(Guard):
     # --- the end of training
 
     @property
-    def stopped_by_signal(self) -> bool:
-        """Return whether a signal asked the run to stop.
+    def stop_ends_process(self) -> bool:
+        """Return whether a signal, or the end of the time, asked the run to stop.
 
         With several ranks, any of them may have received the signal. All ranks learn of the request
         in the same step.
         """
-        return self._stop.by_signal
+        return self._stop.ends_process
 
     def record_stop(self) -> None:
         """Record that the framework is ending training because of a stop request."""
@@ -315,7 +315,7 @@ class HostedGuard(Guard):
         All ranks must call this method. It waits for the rank that saves, since a launcher kills
         all ranks when one of them exits.
         """
-        if self._stop.by_signal:
+        if self._stop.ends_process:
             self._ranks.agree("stop", dict)
         return self._ending()
 
@@ -330,7 +330,7 @@ class HostedGuard(Guard):
                 )
             )
             note_unsaved(self._directory.path, error)
-        if how is None and self._stop.by_signal:
+        if how is None and self._stop.ends_process:
             how = "stopped"
         super()._release(how)
 

@@ -100,6 +100,7 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
         run_events.SampleQuarantined,
         run_events.DescriptorLimitRaised,
         run_events.SignalLeftAlone,
+        run_events.EndOfJobUnknown,
         run_events.StreamReadOver,
         run_events.Preflight,
         run_events.QuarantineFull,

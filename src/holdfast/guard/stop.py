@@ -85,6 +85,8 @@ class StopRequest:
         self.rank: int | None = None
         # Whether a loop has ended because of the request.
         self._honored = False
+        # Whether `request` was called with `ends_process=True`.
+        self._ends_process = False
         # The names of signals that keep a handler installed by native code, such as
         # ``faulthandler.register``.
         self.left_alone: list[str] = []
@@ -121,13 +123,26 @@ class StopRequest:
         return self.signal.name
 
     @property
+    def ends_process(self) -> bool:
+        """Return whether the request ends the whole script, and not only its current loop."""
+        return self.by_signal or self._ends_process
+
+    @property
     def honored(self) -> bool:
         """Return whether a loop has ended because of the request."""
         return self._honored
 
-    def request(self, reason: str) -> None:
-        """Ask the run to stop. If it has already been asked, the first reason is kept."""
-        self.reason = self.reason or reason
+    def request(self, reason: str, *, ends_process: bool = False) -> None:
+        """Ask the run to stop. If it has already been asked, the first reason is kept.
+
+        Args:
+            reason: Why the run stops.
+            ends_process: Whether the request ends the whole script, as a signal does, and not only
+                its current loop.
+        """
+        if self.reason is None:
+            self.reason = reason
+            self._ends_process = ends_process
 
     def honor(self) -> None:
         """Record that the loop ends because of the request."""
@@ -136,14 +151,15 @@ class StopRequest:
     def reset(self, *, raised: bool = False) -> None:
         """Clear a request that has ended the previous loop, when another loop begins.
 
-        A signal stops the whole script, so it also ends any later loop. Therefore, a request made
-        by a signal is cleared only if the script has caught the exception that the stop raised.
+        A signal stops the whole script, so it also ends any later loop. Therefore, such a request
+        is cleared only if the script has caught the exception that the stop raised.
 
         Args:
             raised: Whether the request has caused an exception to be raised.
         """
-        if self._honored and (raised or not self.by_signal):
+        if self._honored and (raised or not self.ends_process):
             self.reason = None
+            self._ends_process = False
             self.signal = None
             self.rank = None
         self._honored = False

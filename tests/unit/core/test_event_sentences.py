@@ -93,6 +93,11 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     (run.SignalLeftAlone(signal="SIGUSR1"), ("SIGUSR1",)),
     (
+        run.TimeLimited(end=1764534622.0, what="Slurm ends job 4711"),
+        ("2025-11-30 20:30:22 UTC", "4711"),
+    ),
+    (run.EndOfJobUnknown(job="4711", why="squeue is lost"), ("4711", "squeue is lost", "max_time")),
+    (
         run.LeftByException(exception="ValueError", type="mine.ValueError", message="bad\nshape"),
         ("mine.ValueError: bad", "shape"),
     ),

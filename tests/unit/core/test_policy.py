@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.policy.durations import seconds_of
 from holdfast.core.policy.policy import Policy
 
 _NOT_A_COUNT = [0, -1, 1.0, 2.5, math.nan, math.inf, "8", True, False, [4]]
@@ -63,6 +65,10 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "stop_signals": (
         ["SIGTERM", ("USR1",), ("SIGKILL",), (10,), None, {"SIGTERM"}],
         [(), ("SIGTERM", "SIGUSR2")],
+    ),
+    "max_time": (
+        [90, 1.5, True, "", "90", "0s", "-5m", "1.5h", "5m1h", "90 m", "11:30", "1:00:60", "1-02"],
+        ["auto", None, "11h30m", "90m", "45s", "1d2h", "11:30:00", "1-02:00:00"],
     ),
     "stop_exit_code": ([-1, 256, 1.5, True, "85"], [None, 0, 85, 255]),
 }
@@ -235,6 +241,24 @@ def test_an_error_of_a_source_says_what_was_meant(
             Policy.from_yaml(policy_file)
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "")  # as one that is not set
     assert Policy.preset("tts").max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [
+        ("11h30m", 41400),
+        ("90m", 5400),
+        ("45s", 45),
+        ("1d2h", 93600),
+        ("11:30:00", 41400),
+        ("1-02:00:03", 93603),
+        (timedelta(hours=1, milliseconds=500), 3600.5),
+    ],
+)
+def test_a_duration_is_read_in_seconds(duration: str | timedelta, seconds: float) -> None:
+    """Units, and the forms of Slurm that say hours, minutes and seconds, are read alike."""
+    assert Policy(max_time=duration).max_time == duration
+    assert seconds_of(duration) == seconds
 
 
 def test_replace_checks_and_leaves_the_original(monkeypatch: pytest.MonkeyPatch) -> None:

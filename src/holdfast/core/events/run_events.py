@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from holdfast.core.events.data import EventData, Failed, Promise, WithReason
 from holdfast.core.events.decisions import name_of_batch
 from holdfast.core.raised import exception_text
-from holdfast.core.text import counted, duration, listed, number, percent, size
+from holdfast.core.text import counted, duration, listed, moment, number, percent, size
 
 # The one of two passes over the same step that a third one agrees with.
 AgreeingPass = Literal["first", "second", "neither"]
@@ -300,6 +300,33 @@ class StopSignal(EventData):
 
     def __str__(self) -> str:
         return f"{self.signal} received; the run stops at its next boundary"
+
+
+class TimeLimited(EventData):
+    """The run stops early enough to save before its time is over; see ``Policy.max_time``.
+
+    `end` is the Unix time at which it is over, and `what` says what happens then.
+    """
+
+    end: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"the run will save and stop before {moment(self.end)} UTC, when {self.what}"
+
+
+class EndOfJobUnknown(EventData):
+    """The time at which Slurm ends the job is unknown, so the run does not stop before it."""
+
+    job: str
+    why: str
+    fix: str = "pass max_time, or have Slurm send a signal before the end (sbatch --signal)"
+
+    def __str__(self) -> str:
+        return (
+            f"the run does not stop before Slurm ends job {self.job}: {self.why}. To stop in time,"
+            f" {self.fix}"
+        )
 
 
 class SignalLeftAlone(EventData):

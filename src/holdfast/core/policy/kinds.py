@@ -11,11 +11,13 @@ import functools
 import math
 import re
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from holdfast.core.errors import PolicyError, nearest
+from holdfast.core.policy.durations import is_time_limit
 from holdfast.core.policy.sources import SourcedValue, describe_sources
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
@@ -65,6 +67,14 @@ ExitCodeOrNone = Annotated[
     Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"
 ]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
+TimeLimit = Annotated[
+    timedelta | str | None,
+    Predicate(is_time_limit),
+    (
+        "a time > 0 such as 11h30m, 90m, 45s, 1d2h, 11:30:00 or 1-02:00:00,"
+        " 'auto', or None for no limit"
+    ),
+]
 
 # Longer values are truncated in error messages.
 _MAX_SHOWN_CHARACTERS = 400

@@ -241,10 +241,17 @@ class Policy:
     immediately. If SIGHUP or SIGINT is ignored when the guard is created (``nohup``, a background
     job), it stays ignored."""
 
+    max_time: kinds.TimeLimit = "auto"
+    """The time from the start of the process by which the run must have stopped: ``"11h30m"``,
+    ``"90m"``, ``"45s"``, ``"1d2h"``, ``"11:30:00"``, or ``"1-02:00:00"`` as in Slurm. The run saves
+    and stops as soon as another step, as long as the longest one so far, might leave too little
+    time to save. Under Slurm, it also stops before the end of the job. ``"auto"``: only that. None:
+    no limit, not even under Slurm."""
+
     stop_exit_code: kinds.ExitCodeOrNone = None
-    """Exit code after a signal stops the run: `batches` saves and then raises ``SystemExit`` with
-    this code, so code after the loop does not run. None: the loop ends, and the script continues
-    after it."""
+    """Exit code after a signal or ``max_time`` stops the run: `batches` saves and then raises
+    ``SystemExit`` with this code, so code after the loop does not run. None: the loop ends, and the
+    script continues after it."""
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:

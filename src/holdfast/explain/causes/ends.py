@@ -187,7 +187,7 @@ def _guard_closed(signs: ExitSigns) -> End | None:
     if closing.how == "stopped":
         why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
         # A stop that the script itself requests is a normal end.
-        if not closing.reason or is_signal_name(closing.reason):
+        if not closing.reason or observations.source_of_reason(closing.reason):
             cause = endings.STOPPED
     exhibit = Exhibit(text="the newest events show that a Guard closed", source="guard")
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
@@ -249,7 +249,7 @@ def _stopped_by_guard(signs: ExitSigns) -> End | None:
         return None
     end = replace(_end_of_stop(request, status=0), well=True)
     user_sent_a_signal = signs.evidence.stop_signal is not None
-    if user_sent_a_signal or observations.signal_of_stop(request) is not None:
+    if user_sent_a_signal or observations.source_of_stop(request) is not None:
         return end
     # A stop that the script itself requests is a normal end.
     return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)

@@ -51,8 +51,10 @@ class GroupStopRequest(StopRequest):
             self.reason = self.signal.name
             self.rank = rank
         elif stop and self.reason is None:
-            # The row has no room for the reason that was passed to `request_stop`.
-            self.reason = self._messages.exchange("the reason to stop", self._own.reason)[rank]
+            # The row has no room for the reason that was passed to `request`.
+            own = (self._own.reason, self._own.ends_process)
+            reason, ends_process = self._messages.exchange("the reason to stop", own)[rank]
+            self.request(reason, ends_process=ends_process)
             self.rank = rank
 
     def reset(self, *, raised: bool = False) -> None:

@@ -22,6 +22,7 @@ from holdfast.guard.run.own_steps import OwnSteps
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
+from holdfast.guard.run.time_limit import TimeLimit
 from holdfast.guard.saving.unkept import UnkeptNumbers
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -91,6 +92,7 @@ class Loop:
         recovery: Rolls back when a save is refused.
         steps: The steps of the run, of which the last one may be undecided.
         own_steps: The optimizer steps that the script takes without `Guard.step`.
+        time_limit: Asks for a stop before the time of the run is over.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Loop:
         recovery: Recovery,
         steps: Steps,
         own_steps: OwnSteps,
+        time_limit: TimeLimit,
     ) -> None:
         self._session = session
         self._record = session.record
@@ -109,6 +112,7 @@ class Loop:
         self._saves = saves
         self._recovery = recovery
         self._steps = steps
+        self._time_limit = time_limit
         self._state = session.state
         self._own_steps = own_steps
         # Whether a save is due but was postponed.
@@ -217,6 +221,7 @@ class Loop:
         """Return whether the loop must end at this boundary."""
         if limits.are_reached(epochs=cursor.epoch, steps=self._record.global_step):
             return True
+        self._time_limit.check()
         # A checkpoint holds no gradients, so a stop waits for the step that they are for.
         return self._stop.reason is not None and not self._own_steps.accumulates
 
@@ -246,7 +251,7 @@ class Loop:
         self._report_unkept_numbers()
         self._honor_stop()
         self._session.save()
-        if self._stop.by_signal:
+        if self._stop.ends_process:
             # A launcher kills all ranks when the first one exits, so they wait here until the
             # checkpoint is complete.
             self._ranks.agree("stop", dict)
@@ -536,6 +541,7 @@ class Loop:
 
         This is called at the beginning of a step, when the previous step is complete.
         """
+        self._time_limit.check()
         self._settle_if_due(Limits(epochs=None, steps=None))
         self._state.boundary()
         self._save_if_due()

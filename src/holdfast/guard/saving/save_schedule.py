@@ -106,6 +106,10 @@ class SaveSchedule:
             return True
         return self._chooser.is_overdue(now + _AHEAD_SECONDS, auto=True)
 
+    def longest_save_seconds(self) -> float | None:
+        """Return how long the longest recent save took in total, or None if none was measured."""
+        return self._chooser.longest_save_seconds()
+
     # --- what happens to the run
 
     def note_boundary(self, now: float) -> None:

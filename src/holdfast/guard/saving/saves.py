@@ -111,6 +111,10 @@ class Saving:
         """Return the number of optimizer steps that have updated the weights."""
         return self._schedule.global_step
 
+    def longest_save_seconds(self) -> float | None:
+        """Return how long the longest recent save took in total, or None if none was measured."""
+        return self._schedule.longest_save_seconds()
+
     def take_due(self) -> bool:
         """Return whether a save is due now; see `Saves`."""
         return self.is_due()

@@ -135,7 +135,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             for number, config in enumerate(self.lr_scheduler_configs)
         }
         policy = hosted_policy(
-            _without_requeue_signal(self._policy, trainer),
+            _leaving_requeue_to_lightning(self._policy, trainer),
             max_grad_norm=self._max_grad_norm(module),
             precision=_PRECISIONS.get(str(trainer.precision), "fp32"),
             host="the Trainer",
@@ -314,7 +314,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         if optimization is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         loss = optimization.optimizer_step(closure)
-        if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
+        if self.holdfast_guard is not None and self.holdfast_guard.stop_ends_process:
             # All ranks learn of the stop request after the same step. Setting this flag makes
             # Lightning end training after the current batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True
@@ -551,14 +551,19 @@ def _reset_finished_epoch(fit_loop: Any) -> None:
         fit_loop.reset_restart_stage()
 
 
-def _without_requeue_signal(policy: Policy, trainer: Any) -> Policy:
-    """Return the policy without the signal that Lightning uses to requeue a Slurm job."""
+def _leaving_requeue_to_lightning(policy: Policy, trainer: Any) -> Policy:
+    """Return the policy without what would stop a run that Lightning requeues under Slurm.
+
+    Lightning requeues the job when it receives a signal shortly before the end of the job. The run
+    must not stop earlier.
+    """
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return policy
     requeue_signal = environment.requeue_signal or signal.SIGUSR1
     return policy.replace(
-        stop_signals=[name for name in policy.stop_signals if name != requeue_signal.name]
+        stop_signals=[name for name in policy.stop_signals if name != requeue_signal.name],
+        max_time=None if policy.max_time == "auto" else policy.max_time,
     )
 
 
