@@ -197,10 +197,10 @@ class Guard:
         )
         self._session = Session(context, self._directory, clock)
         self._engine = StepEngine(context, split, self._session.reserves)
-        self._recovery = Recovery(self._session)
+        recovery = Recovery(self._session)
         timing = DecisionTiming(context, self._framework())
         steps_type = JointSteps if ranks.has_group else Steps
-        self._steps = steps_type(self._session, self._engine, self._recovery, timing)
+        self._steps = steps_type(self._session, self._engine, recovery, timing)
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._own_steps = OwnSteps(
             self._session,
@@ -211,7 +211,6 @@ class Guard:
             self._session,
             self._stop,
             saves,
-            self._recovery,
             self._steps,
             self._own_steps,
             self._time_limit(clock),

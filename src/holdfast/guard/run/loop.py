@@ -19,7 +19,6 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnSteps
-from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
 from holdfast.guard.run.time_limit import TimeLimit
@@ -89,7 +88,6 @@ class Loop:
         session: The session of the run.
         stop: The stop request that all ranks agree on.
         saves: Decides for all ranks when a save is due.
-        recovery: Rolls back when a save is refused.
         steps: The steps of the run, of which the last one may be undecided.
         own_steps: The optimizer steps that the script takes without `Guard.step`.
         time_limit: Asks for a stop before the time of the run is over.
@@ -100,7 +98,6 @@ class Loop:
         session: Session,
         stop: StopRequest,
         saves: Saves,
-        recovery: Recovery,
         steps: Steps,
         own_steps: OwnSteps,
         time_limit: TimeLimit,
@@ -110,7 +107,8 @@ class Loop:
         self._ranks = session.ranks
         self._stop = stop
         self._saves = saves
-        self._recovery = recovery
+        # Rolls back when a save is refused.
+        self._recovery = steps.recovery
         self._steps = steps
         self._time_limit = time_limit
         self._state = session.state
