@@ -282,7 +282,7 @@ class HostedGuard(Guard):
         Raises:
             NonFiniteError: H501 if the limit on rollbacks is reached or there is no good state.
         """
-        self._recovery.after_refused_save(why)
+        self._steps.recovery.after_refused_save(why)
 
     # --- the end of training
 
