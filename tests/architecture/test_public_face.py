@@ -153,6 +153,7 @@ def test_the_commands_and_their_flags() -> None:
             "--no-observe",
             "--no-watchdog",
             "--quiet",
+            "--requeue",
             "--restart-delay",
             "--run-dir",
         ],

@@ -61,6 +61,16 @@ _MaxLogBytes = Annotated[
         min=1 << 20, help="Maximum size of output.log. Above it, the middle of the log is dropped."
     ),
 ]
+_Requeue = Annotated[
+    bool,
+    typer.Option(
+        "--requeue",
+        help=(
+            "Ask Slurm to requeue the job after the training script has stopped because its time"
+            " is nearly over, or on SIGUSR1 or SIGUSR2."
+        ),
+    ),
+]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
@@ -81,13 +91,14 @@ def run(
     no_observe: _NoObserve = False,
     grace_seconds: _GraceSeconds = 25.0,
     max_log_bytes: _MaxLogBytes = 256 << 20,
+    requeue: _Requeue = False,
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Run a command, watch it, restart it if that can help, and explain why it ended.
 
     The exit code is that of the command, or 128 + n if signal n ended it. 127 or 126: the command
-    cannot be executed. 2: incorrect usage.
+    cannot be executed. 2: incorrect usage. 75: Slurm did not requeue the job.
     """
     with failing_clearly(as_json=as_json):
         limits = HangLimits.parse(hang_limit or [])
@@ -106,4 +117,5 @@ def run(
         observe=not no_observe,
         grace_seconds=grace_seconds,
         max_log_bytes=max_log_bytes,
+        requeue=requeue,
     )

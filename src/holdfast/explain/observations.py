@@ -257,7 +257,10 @@ def unanswered_signal(events: Iterable[Event]) -> Event | None:
 
 
 def source_of_stop(request: Event) -> str | None:
-    """Return what requested a stop: the name of a signal, "max_time", or None for the script."""
+    """Return what requested a stop: the name of a signal, or "max_time".
+
+    Return None if the script itself requested it.
+    """
     for value in (request.data.get("signal"), request.data.get("reason")):
         source = source_of_reason(value)
         if source is not None:

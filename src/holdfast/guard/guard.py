@@ -213,7 +213,7 @@ class Guard:
             saves,
             self._steps,
             self._own_steps,
-            self._time_limit(clock),
+            self._new_time_limit(clock),
         )
         weakref.finalize(self, self._asked.uninstall)
         # At exit, this must run before the interpreter shuts down. If the observer's hooks were
@@ -230,9 +230,9 @@ class Guard:
             self._release()
             raise
 
-    def _time_limit(self, clock: Clock) -> TimeLimit:
+    def _new_time_limit(self, clock: Clock) -> TimeLimit:
         """Return the object that asks for a stop before the time of the run is over."""
-        # Other ranks learn of a request in the next step, and a framework after it.
+        # The other ranks learn of a request in the next step, and a framework reads it after that.
         is_alone = self._ranks.world_size == 1 and self._framework() is None
         return TimeLimit(
             # A request by the first rank stops all ranks.
@@ -725,8 +725,8 @@ class Guard:
         average that the script has swapped in, because a checkpoint would contain those weights.
 
         ``Policy.max_time`` is checked between steps only, so it does not interrupt an evaluation.
-        Instead, the longest time between two steps so far, including evaluations, is kept free at
-        the end.
+        An evaluation in the body of the loop counts as part of a step, though, so the run stops
+        before one that would take too long if it took as long as an earlier one.
         """
         try:
             self._settle_without_others()

@@ -369,6 +369,8 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     (process.Stopped(why="all restarts are used"), ("all restarts are used",)),
     (process.Signal(number=15), ("SIGTERM",)),
+    (process.Requeued(job="4711"), ("4711",)),
+    (process.Requeued(job="4711_3", refusal="Access denied"), ("4711_3", "Access denied")),
     (
         process.VerdictReached(attempt=1, verdict={"cause": "H901", "title": "out of memory"}),
         ("attempt 1", "H901", "out of memory"),

@@ -96,6 +96,18 @@ class Stopped(WithReason):
     summary = "supervisor ended"
 
 
+class Requeued(EventData):
+    """The supervisor asked Slurm to requeue the job after a stop. `refusal` is None if it did."""
+
+    job: str
+    refusal: str | None = None
+
+    def __str__(self) -> str:
+        if self.refusal is None:
+            return f"Slurm requeues job {self.job}"
+        return f"Slurm did not requeue job {self.job}: {self.refusal}"
+
+
 class Signal(EventData):
     """The supervisor received a signal and passed it on to the command."""
 

@@ -245,8 +245,8 @@ class Policy:
     """The time from the start of the process by which the run must have stopped: ``"11h30m"``,
     ``"90m"``, ``"45s"``, ``"1d2h"``, ``"11:30:00"``, or ``"1-02:00:00"`` as in Slurm. The run saves
     and stops as soon as another step, as long as the longest one so far, might leave too little
-    time to save. Under Slurm, it also stops before the end of the job. ``"auto"``: only that. None:
-    no limit, not even under Slurm."""
+    time to save. Under Slurm, it also stops before the end of the job. ``"auto"``: it stops only
+    before the end of the Slurm job, if there is one. None: no limit, not even under Slurm."""
 
     stop_exit_code: kinds.ExitCodeOrNone = None
     """Exit code after a signal or ``max_time`` stops the run: `batches` saves and then raises

@@ -47,9 +47,9 @@ class TimeLimit:
     """Asks a run to stop while there is still time for a save.
 
     At each boundary, the remaining time is compared with the duration of the longest step so far
-    plus that of a save. The duration of a step is the time from one boundary to the next. It
-    includes everything that the script does there, so a validation is not started if it might not
-    finish.
+    plus that of two saves. The duration of a step is the time from one boundary to the next. It
+    includes everything that the script does there, so the run stops before a validation that
+    would not finish if it took as long as an earlier one.
 
     Args:
         max_time: See `Policy.max_time`. None if this process does not watch the time.

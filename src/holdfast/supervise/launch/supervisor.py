@@ -31,6 +31,12 @@ from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
 from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
 from holdfast.supervise.launch.output import CommandStreams, OutputCopier, open_missing_streams
 from holdfast.supervise.launch.output_log import OutputLog
+from holdfast.supervise.launch.requeue import (
+    REFUSED_STATUS,
+    job_to_requeue,
+    requeue,
+    should_requeue,
+)
 from holdfast.supervise.launch.restarts import (
     Budgets,
     EndedAttempt,
@@ -69,6 +75,7 @@ class RunOptions:
         observe: Whether the command's Python processes record themselves.
         grace_seconds: Time between the request to end the command and SIGKILL.
         max_log_bytes: Maximum size of the output log.
+        requeue: Whether to ask Slurm to requeue the job after the training script has stopped.
     """
 
     command: tuple[str, ...]
@@ -81,6 +88,7 @@ class RunOptions:
     # Must be less than the 30 s that schedulers usually allow between SIGTERM and SIGKILL.
     grace_seconds: float = 25.0
     max_log_bytes: int = 256 << 20
+    requeue: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +131,15 @@ class Supervisor:
 
     Raises:
         RunDirectoryError: H722 to H724 if the run directory cannot be used; see `RunFolder`.
+        PolicyError: H735 for the option `requeue` outside a Slurm job.
     """
 
     def __init__(self, options: RunOptions, *, quiet: bool = False) -> None:
         open_missing_streams()
         self._options = options
         self._environment = dict(os.environ)
+        # The Slurm job to requeue after a stop, or None.
+        self._job = job_to_requeue(self._environment) if options.requeue else None
         self._history: list[PastAttempt] = []
         self._event_lock = threading.Lock()
         shared_path = options.run_path.expanduser()
@@ -193,14 +204,15 @@ class Supervisor:
                 if isinstance(decision, EndRun):
                     break
                 self._number += 1
-            self.emit(process_events.Stopped(why=decision.why))
+            exit_code, why = self._requeue(judgement, end.exit_code, decision.why)
+            self.emit(process_events.Stopped(why=why))
             if self._hosts is not None:
                 self._hosts.publish_stopped(decision.why, succeeded=end.status == 0)
         return RunOutcome(
-            exit_code=end.exit_code,
+            exit_code=exit_code,
             attempts=self._number - first_number + 1,
             seconds=time.monotonic() - started_at,
-            why=decision.why,
+            why=why,
             verdict=judgement.verdict,
             run_path=self.run_path,
         )
@@ -392,6 +404,26 @@ class Supervisor:
             if left_seconds <= 0:
                 return True
             select.select([signals.wake], [], [], left_seconds)
+
+    def _requeue(self, judgement: AttemptJudgement, exit_code: int, why: str) -> tuple[int, str]:
+        """Ask Slurm to requeue the job, if that is wanted after this stop.
+
+        Args:
+            judgement: Why the last attempt ended.
+            exit_code: The exit code of the last attempt.
+            why: Why the command is not restarted.
+
+        Returns:
+            The exit code of this run, and the reason with what Slurm did.
+        """
+        if self._job is None or not should_requeue(judgement.stopped_by, self._environment):
+            return exit_code, why
+        refusal = requeue(self._job)
+        event = process_events.Requeued(job=self._job, refusal=refusal)
+        self.emit(event)
+        if refusal is not None:
+            exit_code = REFUSED_STATUS
+        return exit_code, f"{why}; {event}"
 
     # --- several hosts ---
 

@@ -1,0 +1,95 @@
+"""`holdfast run --requeue`: Slurm is asked to run a job again whose time is over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.recorder.reader import read_events
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).parent / "programs" / "train.py"
+HOLDFAST_RUN = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
+OUT_OF_TIME = {"policy": {"max_time": "1s", "stop_exit_code": 85}}
+REFUSED = 75
+
+
+@pytest.fixture
+def supervise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that trains under ``holdfast run --requeue`` in a Slurm job.
+
+    Its `scontrol` writes its arguments to a file, and answers as it is told.
+    """
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def run(
+        answer: str = "", request: dict[str, Any] = OUT_OF_TIME, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{answer}\n')
+        scontrol.chmod(0o755)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        places = {"run_dir": str(tmp_path / "guarded"), "trace": str(tmp_path / "trace")}
+        training = [sys.executable, str(PROGRAM), json.dumps({**places, **request})]
+        command = [*HOLDFAST_RUN, "--run-dir", str(tmp_path / "run"), "--requeue", "--", *training]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    return run
+
+
+def asked(tmp_path: Path) -> list[str]:
+    """Return the arguments of each call of `scontrol`."""
+    file = tmp_path / "asked"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_a_job_is_requeued_until_its_run_has_finished(supervise, tmp_path):
+    """A task of a job array is named by the array and its index. The exit code is the script's."""
+    job = {"SLURM_JOB_ID": "103", "SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "3"}
+
+    assert supervise(**job).returncode == 85
+    assert asked(tmp_path) == ["requeue 100_3"]
+
+    assert supervise(request={}).returncode == 0
+    assert asked(tmp_path) == ["requeue 100_3"]
+
+
+def test_a_refusal_is_reported_and_loses_nothing(supervise, tmp_path):
+    """The exit code and the event say so, and a start by hand resumes from the same step."""
+    refused = supervise("echo Access denied >&2; exit 1", SLURM_JOB_ID="4711")
+
+    assert refused.returncode == REFUSED
+    assert "Access denied" in refused.stderr
+    (event,) = [
+        event for event in read_events(tmp_path / "run" / "supervisor") if event.kind == "requeued"
+    ]
+    assert event.data == {"job": "4711", "refusal": "Access denied"}
+
+    assert supervise(request={}).returncode == 0
+    steps = [line for line in (tmp_path / "trace").read_text().splitlines() if '"step"' in line]
+    assert [json.loads(line)["step"] for line in steps] == list(range(1, 33))
+
+
+def test_only_the_first_task_of_a_job_asks(supervise, tmp_path):
+    """Otherwise, each task that `srun` starts would requeue the job."""
+    assert supervise(SLURM_JOB_ID="4711", SLURM_PROCID="1").returncode == 85
+    assert asked(tmp_path) == []
+
+
+def test_outside_slurm_the_option_is_an_error(supervise, tmp_path):
+    """The command is not started."""
+    ended = supervise()
+
+    assert ended.returncode == 2
+    assert "H735" in ended.stderr
+    assert not (tmp_path / "trace").exists()
