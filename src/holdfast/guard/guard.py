@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -203,6 +203,7 @@ class Guard:
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._own_steps = OwnSteps(
             self._session,
+            _weak_call(self._open),
             self._trained_weights.remember,
             why_guard_must_step(self._framework(), ranks.world_size),
         )
@@ -487,6 +488,8 @@ class Guard:
             self._session.check_averages()
             self._settle()
             self._boundaries.count_batch()
+            if self._session.saving.has_unsaved:
+                self._boundaries.report_lost_gradients()
             try:
                 self._session.save_unsaved(self._open)
             finally:
@@ -596,6 +599,7 @@ class Guard:
             if self._session.is_open:
                 # The weights include the last step's batch, so the checkpoint must count it.
                 self._boundaries.count_batch()
+            self._boundaries.report_lost_gradients()
             entry = self._session.save_current(and_then=best.link)
         if entry is not None:
             best.keep(number, entry, most)
@@ -843,3 +847,15 @@ def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())
+
+
+def _weak_call(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a bound method, but does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call

@@ -79,6 +79,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.StepsRepeated,
         run_events.RepeatedStepDiffers,
         run_events.NonfiniteStepTaken,
+        run_events.StepsNotSeen,
     }
 )
 # Events that users should see and that concern a single rank, so each rank logs its own.

@@ -24,13 +24,16 @@ _TOLERANCES = {"fp32": 1.3e-6, "bf16": 1.6e-2, "fp16": 1e-3}
 # Where operations are not deterministic, differences grow from step to step, so only the first
 # repeated steps must agree within the tolerance.
 _COMPARABLE_STEPS = 3
+# The kinds of events after which a run no longer repeats its earlier steps.
+_DIVERTED = frozenset({"rolled_back", "repeated_step_differs"})
 
 
 def lost_steps(recording: Path, resumed_step: int) -> dict[int, StepRecord]:
     """Return the recorded steps after the one from which a run resumes, by global step.
 
     Steps from before the last rollback are left out, because the run has continued with other
-    batches since then.
+    batches since then. So are steps from before an attempt that already differed from them, for
+    example because the script was changed.
 
     Args:
         recording: The folder of the recording.
@@ -42,15 +45,15 @@ def lost_steps(recording: Path, resumed_step: int) -> dict[int, StepRecord]:
     except (OSError, HoldfastError):
         # The recording is damaged, or does not exist.
         return {}
-    rolled_back_at = max(
-        (event.unix_seconds for event in events if event.kind == "rolled_back"), default=0.0
+    diverted_at = max(
+        (event.unix_seconds for event in events if event.kind in _DIVERTED), default=0.0
     )
     return {
         step.global_step: step
         for step in steps
         if step.mark is StepMark.COMMITTED
         and step.global_step > resumed_step
-        and step.unix_seconds > rolled_back_at
+        and step.unix_seconds > diverted_at
     }
 
 

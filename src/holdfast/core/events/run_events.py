@@ -1260,6 +1260,17 @@ class LoopSteps(EventData):
         )
 
 
+class StepsNotSeen(EventData):
+    """The loop has trained the model, but the guard has seen no optimizer step."""
+
+    def __str__(self) -> str:
+        return (
+            "the loop has changed the weights without an optimizer step that the guard can see, so"
+            " such steps are neither counted nor saved until the loop ends. Keep optimizer.step()"
+            " outside of torch.compile, and change the weights only with the guard's optimizers"
+        )
+
+
 class NonfiniteStepTaken(EventData):
     """The loop stepped an optimizer although its loss or its gradients contained NaN or Inf.
 
