@@ -6,6 +6,7 @@
   ``run/restoration.py``: resuming and rolling back
 - ``run/loop.py``: `Guard.batches`, which saves and stops between batches
 - ``run/steps.py``: `Guard.step`, and recovery from a refused step
+- ``run/own_steps.py``: optimizer steps that the loop takes itself, without `Guard.step`
 - ``step/engine.py``: one step as a transaction
 """
 

@@ -79,13 +79,26 @@ class RepeatedSteps:
         # Whether the comparison has ended.
         self.is_complete = False
 
+    def allow_any_precision(self) -> None:
+        """Use the largest tolerance, because a loop of its own may use autocast."""
+        if not self._is_exact:
+            self._tolerance = max(_TOLERANCES.values())
+
     def compare(
-        self, global_step: int, loss: float | None, grad_norm: float | None
+        self,
+        global_step: int,
+        micro_batch_size: int,
+        loss: float | None,
+        grad_norm: float | None,
     ) -> EventData | None:
         """Compare one committed step.
 
+        The comparison ends at the first step whose batch was split differently, since the sums of
+        its gradients may be rounded differently.
+
         Args:
             global_step: The global step that includes the step.
+            micro_batch_size: The number of samples per forward pass, or 0 if it is unknown.
             loss: Its loss, or None if it was not read.
             grad_norm: Its gradient norm, or None if it was not read.
 
@@ -94,6 +107,8 @@ class RepeatedSteps:
         """
         step = self._earlier.get(global_step)
         if step is not None:
+            if step.micro_batch_size != micro_batch_size:
+                return self.finish()
             difference = _largest_difference([(step.loss, loss), (step.grad_norm, grad_norm)])
             must_agree = self._is_exact or self._compared < _COMPARABLE_STEPS
             if must_agree and difference > self._tolerance:

@@ -1255,8 +1255,8 @@ class LoopSteps(EventData):
 
     def __str__(self) -> str:
         return (
-            f"the loop steps optimizer {self.optimizer!r} itself: its steps are counted and saved,"
-            " but not checked beforehand or taken back"
+            f"the loop steps optimizer {self.optimizer!r} itself: its steps are counted and saved;"
+            " NaN and loss spikes are reported, but such steps are not undone"
         )
 
 

@@ -379,7 +379,10 @@ class Loop:
             self._recovery.after_failed_step(failed)
 
     def _interruption(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which a stop signal ends the wait for a batch, if it may."""
+        """Return a context in which a stop signal ends the wait for a batch.
+
+        While gradients are accumulated, it does not, since a stop waits for their step.
+        """
         return _NOTHING if self._own_steps.accumulates else self._stop
 
     def _settle(self) -> bool:

@@ -72,7 +72,7 @@ class OwnSteps:
     Args:
         session: The session of the run.
         open_again: Function that opens the run again if the script has closed it in its loop.
-        note_new_weights: Function that is called after each step.
+        note_new_weights: Function that is called after each step, when the weights have changed.
         why_not: Why this run must take all its steps with `Guard.step`, or None if it need not.
     """
 
@@ -121,11 +121,6 @@ class OwnSteps:
         _states.add(session.state)
 
     # --- what the loop asks
-
-    @property
-    def are_taken(self) -> bool:
-        """Return whether the loop takes its steps itself."""
-        return self._loop_has_stepped
 
     @property
     def are_recorded(self) -> bool:
@@ -347,6 +342,7 @@ class OwnSteps:
         if not self._loop_has_stepped:
             self._loop_has_stepped = True
             self._session.schedules.hand_over()
+            self._record.allow_any_precision()
             self._record.emit(run_events.LoopSteps(optimizer=name))
         self._grad_norm = _norm_of_gradients(optimizer)
         self._stepping = optimizer
