@@ -6,6 +6,7 @@
   ``run/restoration.py``: resuming and rolling back
 - ``run/loop.py``: `Guard.batches`, which saves and stops between batches
 - ``run/steps.py``: `Guard.step`, and recovery from a refused step
+- ``run/own_steps.py``: optimizer steps that the loop takes itself, without `Guard.step`
 - ``step/engine.py``: one step as a transaction
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -204,6 +205,7 @@ class Guard:
         self._stop, saves = ranks.connect(self._asked, self._session.saving, self._cursor)
         self._own_steps = OwnSteps(
             self._session,
+            _weak_call(self._open),
             self._trained_weights.remember,
             why_guard_must_step(self._framework(), ranks.world_size),
         )
@@ -510,6 +512,8 @@ class Guard:
             self._session.check_averages()
             self._settle()
             self._boundaries.count_batch()
+            if self._session.saving.has_unsaved:
+                self._boundaries.report_lost_gradients()
             try:
                 self._session.save_unsaved(self._open)
             finally:
@@ -619,6 +623,7 @@ class Guard:
             if self._session.is_open:
                 # The weights include the last step's batch, so the checkpoint must count it.
                 self._boundaries.count_batch()
+            self._boundaries.report_lost_gradients()
             entry = self._session.save_current(and_then=best.link)
         if entry is not None:
             best.keep(number, entry, most)
@@ -870,3 +875,15 @@ def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())
+
+
+def _weak_call(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a bound method, but does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call

@@ -79,6 +79,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.StepsRepeated,
         run_events.RepeatedStepDiffers,
         run_events.NonfiniteStepTaken,
+        run_events.StepsNotSeen,
     }
 )
 # Events that users should see and that concern a single rank, so each rank logs its own.
@@ -352,7 +353,7 @@ class RunRecord:
         number = self._box.optimizers[optimizer] if optimizer else 0
         self._box.step(mark, self._global_step, micro_batch_size or 0, loss, norm, seconds, number)
         if self._repeated is not None and mark is StepMark.COMMITTED:
-            self._compare(self._repeated, loss, norm)
+            self._compare(self._repeated, micro_batch_size or 0, loss, norm)
 
     # --- steps that a resumed run repeats
 
@@ -373,8 +374,19 @@ class RunRecord:
         """Compare no more steps, because the run no longer repeats its earlier ones."""
         self._repeated = None
 
-    def _compare(self, repeated: RepeatedSteps, loss: float | None, norm: float | None) -> None:
-        event = repeated.compare(self._global_step, loss, norm)
+    def allow_any_precision(self) -> None:
+        """Compare steps whose precision is unknown, because the loop takes them itself."""
+        if self._repeated is not None:
+            self._repeated.allow_any_precision()
+
+    def _compare(
+        self,
+        repeated: RepeatedSteps,
+        micro_batch_size: int,
+        loss: float | None,
+        norm: float | None,
+    ) -> None:
+        event = repeated.compare(self._global_step, micro_batch_size, loss, norm)
         if repeated.is_complete:
             self._repeated = None
         if event is not None:

@@ -22,13 +22,16 @@ _TOLERANCES = {"fp32": 1.3e-6, "bf16": 1.6e-2, "fp16": 1e-3}
 # Where operations are not deterministic, differences grow from step to step, so only the first
 # repeated steps must agree within the tolerance.
 _COMPARABLE_STEPS = 3
+# The kinds of events after which a run no longer repeats its earlier steps.
+_DIVERTED = frozenset({"rolled_back", "repeated_step_differs"})
 
 
 def lost_steps(recording: Path, resumed_step: int) -> dict[int, StepRecord]:
     """Return the recorded steps after the one from which a run resumes, by global step.
 
     Steps from before the last rollback are left out, because the run has continued with other
-    batches since then.
+    batches since then. So are steps from before an attempt that already differed from them, for
+    example because the script was changed.
 
     Args:
         recording: The folder of the recording.
@@ -40,15 +43,15 @@ def lost_steps(recording: Path, resumed_step: int) -> dict[int, StepRecord]:
     except (OSError, HoldfastError):
         # The recording is damaged, or does not exist.
         return {}
-    rolled_back_at = max(
-        (event.unix_seconds for event in events if event.kind == "rolled_back"), default=0.0
+    diverted_at = max(
+        (event.unix_seconds for event in events if event.kind in _DIVERTED), default=0.0
     )
     return {
         step.global_step: step
         for step in steps
         if step.mark is StepMark.COMMITTED
         and step.global_step > resumed_step
-        and step.unix_seconds > rolled_back_at
+        and step.unix_seconds > diverted_at
     }
 
 
@@ -74,13 +77,26 @@ class RepeatedSteps:
         # Whether the comparison has ended.
         self.is_complete = False
 
+    def allow_any_precision(self) -> None:
+        """Use the largest tolerance, because a loop of its own may use autocast."""
+        if not self._is_exact:
+            self._tolerance = max(_TOLERANCES.values())
+
     def compare(
-        self, global_step: int, loss: float | None, grad_norm: float | None
+        self,
+        global_step: int,
+        micro_batch_size: int,
+        loss: float | None,
+        grad_norm: float | None,
     ) -> EventData | None:
         """Compare one committed step.
 
+        The comparison ends at the first step whose batch was split differently, since the sums of
+        its gradients may be rounded differently.
+
         Args:
             global_step: The global step that includes the step.
+            micro_batch_size: The number of samples per forward pass, or 0 if it is unknown.
             loss: Its loss, or None if it was not read.
             grad_norm: Its gradient norm, or None if it was not read.
 
@@ -89,6 +105,8 @@ class RepeatedSteps:
         """
         step = self._earlier.get(global_step)
         if step is not None:
+            if step.micro_batch_size != micro_batch_size:
+                return self.finish()
             difference = _largest_difference([(step.loss, loss), (step.grad_norm, grad_norm)])
             must_agree = self._is_exact or self._compared < _COMPARABLE_STEPS
             if must_agree and difference > self._tolerance:

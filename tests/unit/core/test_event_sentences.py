@@ -336,6 +336,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ),
         ("loss 0.5 instead of 0.25", "after 2 equal steps"),
     ),
+    (run.StepsNotSeen(), ("torch.compile", "neither counted nor saved")),
     (run.LoopSteps(optimizer="generator"), ("'generator'", "counted and saved")),
     (
         run.NonfiniteStepTaken(optimizer="generator", loss=None, grad_norm=float("nan")),

@@ -4,6 +4,7 @@ recorded, saved and resumed. Steps that no checkpoint could hold are refused bef
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.guard.guarded import events, guarded, kinds_of, square_of
+from tests.unit.guard.guarded import FailsHalfWay, events, guarded, kinds_of, square_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -199,6 +200,173 @@ OwnLoop(Path(sys.argv[1])).train(after_step=ask_for_too_much)
     assert ended.returncode == 1
     (left,) = events(OwnLoop(tmp_path).guard, "left_by_exception")
     assert "memory" in left.data["message"]
+
+
+# --- steps that fail, are skipped, or are nested
+
+
+class CallsSuper(torch.optim.SGD):
+    """An optimizer that torch hooks twice: in its own ``step``, and in the one that it calls."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_super_is_counted_once_and_saved(tmp_path):
+    """A subclass's ``step`` that calls ``super().step()`` is one step, and the run can save it."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)  # torch hooks a class on first use.
+    model = nn.Linear(2, 1)
+    optimizer = CallsSuper(model.parameters(), lr=0.1)
+
+    guard = train_by_hand(tmp_path, model, optimizer, optimizer, save_interval_steps=1000)
+
+    assert guard.global_step == 6
+    assert guarded(tmp_path, model, CallsSuper(model.parameters(), lr=0.1)).global_step == 6
+
+
+def train_and_catch(run_dir: Path, fail_at: int | None) -> tuple[holdfast.Guard, nn.Module]:
+    """Train with an optimizer that fails in the middle of one step, an error the script catches."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = FailsHalfWay(model.parameters(), lr=0.1, fail_at=fail_at or -1)
+    guard = guarded(run_dir, model, optimizer, loader=DATA, save_interval_steps=2, async_save=False)
+    for batch in guard.batches(max_epochs=3):
+        with contextlib.suppress(RuntimeError):
+            step_by_hand(model, optimizer, batch)
+    return guard, model
+
+
+def test_a_failed_step_that_the_script_catches_is_undone(tmp_path):
+    """The run returns to its newest checkpoint and repeats the steps since then."""
+    undisturbed, expected = train_and_catch(tmp_path / "undisturbed", fail_at=None)
+    guard, model = train_and_catch(tmp_path / "run", fail_at=4)
+
+    assert kinds_of(guard, "roll_back") == ["roll_back"]
+    assert guard.global_step == undisturbed.global_step == 9
+    assert torch.equal(model.weight, expected.weight)
+
+
+def test_a_step_that_keeps_failing_ends_the_run(tmp_path):
+    """An optimizer that fails again at the same step is H213, instead of a run without saves."""
+    model = nn.Linear(2, 1)
+    optimizer = FailsHalfWay(model.parameters(), lr=0.1)
+    guard = guarded(tmp_path, model, optimizer, loader=DATA, save_interval_steps=2)
+
+    with pytest.raises(holdfast.BatchError) as raised:
+        for batch in guard.batches(max_epochs=2):
+            with contextlib.suppress(RuntimeError):
+                step_by_hand(model, optimizer, batch)
+
+    assert raised.value.rule == "H213"
+
+
+def test_the_loss_of_a_step_that_the_script_skips_is_not_recorded(tmp_path):
+    """A script that discards gradients with NaN, as `GradScaler` does, is not accused of NaN."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = guarded(tmp_path, model, optimizer, loader=[DATA[0] * math.nan, DATA[0]])
+
+    for batch in guard.batches(max_epochs=1):
+        optimizer.zero_grad()
+        loss = square_of(model)(batch)
+        loss.backward()
+        if loss.isfinite():
+            optimizer.step()
+
+    (step,) = read_steps(tmp_path / "recorder" / "rank0")
+    assert step.loss == pytest.approx(loss.item())
+    assert not kinds_of(guard, "nonfinite_step_taken")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_changes_neither_loss_nor_norm(tmp_path, fused):
+    """The recorded loss and gradient norm do not contain the scale of a ``GradScaler``."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    guard = guarded(tmp_path, model, optimizer, loader=DATA[:2], state={"scaler": scaler})
+
+    for _ in guard.batches(max_epochs=1):
+        loss = square_of(model)(DATA[0])
+        if guard.global_step == 0:
+            # The scaler has no scale before its first use.
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    plain, scaled = read_steps(tmp_path / "recorder" / "rank0")
+    assert scaled.loss == pytest.approx(plain.loss)
+    assert scaled.grad_norm == pytest.approx(plain.grad_norm)
+
+
+# --- accumulation over the end of an epoch
+
+
+def test_an_epoch_without_a_step_does_not_advance_the_scheduler(tmp_path):
+    """The end of an epoch before the first step is in an accumulation, so nothing is advanced."""
+    loop = OwnLoop(tmp_path, accumulate=12, scheduler_interval="epoch").train()
+    assert loop.scheduler.last_epoch == loop.guard.global_step == 2
+
+
+def test_an_accumulation_may_be_longer_than_an_epoch(tmp_path):
+    """``max_steps`` is reached although there are epochs without a step."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guarded(tmp_path, model, optimizer, loader=DATA)
+
+    for number, batch in enumerate(guard.batches(max_steps=2), start=1):
+        square_of(model)(batch).backward()
+        if number % 5 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert guard.global_step == 2
+
+
+# --- what the guard sees
+
+
+def test_weights_that_change_without_a_visible_step_are_reported(tmp_path):
+    """A loop that updates the weights by hand is told that no step is counted, and can stop."""
+    model = nn.Linear(2, 1)
+    guard = guarded(tmp_path, model, loader=DATA, save_interval_steps=1)
+    batches = 0
+
+    for batch in guard.batches(max_epochs=2):
+        batches += 1
+        model.zero_grad()
+        square_of(model)(batch).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        guard.request_stop()
+
+    assert batches == 1
+    assert kinds_of(guard, "steps_not_seen") == ["steps_not_seen"]
+
+
+def test_interleaved_loops_leave_torch_as_it_was(tmp_path):
+    """``torch.autograd.backward`` is the original again, in whichever order two loops end."""
+    original = torch.autograd.backward
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    guards = [
+        guarded(tmp_path / name, model, loader=DATA)
+        for name, model in zip("ab", models, strict=True)
+    ]
+    loops = [guard.batches(max_epochs=1) for guard in guards]
+    for loop in loops:
+        next(loop)
+    wrapped = torch.autograd.backward
+
+    for loop in loops:
+        loop.close()
+
+    assert wrapped is not original
+    assert torch.autograd.backward is original
 
 
 # --- what is refused

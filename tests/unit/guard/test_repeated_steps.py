@@ -82,6 +82,21 @@ def test_the_first_step_that_differs_is_reported_once(killed_run):
     assert not kinds_of(guard, "steps_repeated")
 
 
+def test_steps_from_before_a_change_of_the_script_are_not_compared(killed_run):
+    """A run that differs from its first attempt is compared with the attempt after it instead."""
+    changed, model = guard_of(killed_run)
+    for batch in changed.batches(max_steps=10):
+        if changed.global_step == SAVED_AT + 2:
+            break
+        changed.step(batch, lambda x: 2 * square_of(model)(x))
+
+    guard = train(killed_run, steps=10, scale=2.0)
+
+    assert kinds_of(guard, "repeated_step_differs") == ["repeated_step_differs"]
+    (repeated,) = events(guard, "steps_repeated")
+    assert repeated.data["steps"] == 1
+
+
 def test_steps_from_before_a_rollback_are_not_compared(tmp_path):
     """After a rollback, a run trains on other batches, so its older steps prove nothing."""
     code = """

@@ -1282,8 +1282,19 @@ class LoopSteps(EventData):
 
     def __str__(self) -> str:
         return (
-            f"the loop steps optimizer {self.optimizer!r} itself: its steps are counted and saved,"
-            " but not checked beforehand or taken back"
+            f"the loop steps optimizer {self.optimizer!r} itself: its steps are counted and saved;"
+            " NaN and loss spikes are reported, but such steps are not undone"
+        )
+
+
+class StepsNotSeen(EventData):
+    """The loop has trained the model, but the guard has seen no optimizer step."""
+
+    def __str__(self) -> str:
+        return (
+            "the loop has changed the weights without an optimizer step that the guard can see, so"
+            " such steps are neither counted nor saved until the loop ends. Keep optimizer.step()"
+            " outside of torch.compile, and change the weights only with the guard's optimizers"
         )
 
 

@@ -3,11 +3,61 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+
+from holdfast.guard.parts import Parts
+
+
+class _Backward:
+    """Replaces ``torch.autograd.backward`` while there are observers, since torch has no hook."""
+
+    def __init__(self) -> None:
+        self._observers: list[Callable[[object], None]] = []
+        self._original: Callable[..., Any] | None = None
+        self._wrapper: Callable[..., Any] | None = None
+        self._is_running = False
+
+    def add(self, observer: Callable[[object], None]) -> None:
+        """Call a function with the first argument of each call to ``backward``."""
+        self._observers.append(observer)
+        if self._wrapper is None:
+            self._install()
+
+    def remove(self, observer: Callable[[object], None]) -> None:
+        """Stop calling a function. Without it, ``torch.autograd.backward`` may be the original."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+        # If another tool has wrapped the function since then, it calls ours, which must stay.
+        if not self._observers and torch.autograd.backward is self._wrapper:
+            torch.autograd.backward = self._original  # type: ignore[assignment]
+            self._wrapper = None
+
+    def _install(self) -> None:
+        original = torch.autograd.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            # A nested call comes from activation checkpointing.
+            if self._is_running or torch.compiler.is_dynamo_compiling():
+                return original(*args, **kwargs)
+            self._is_running = True
+            try:
+                for observer in self._observers:
+                    observer(args[0] if args else kwargs.get("tensors"))
+                return original(*args, **kwargs)
+            finally:
+                self._is_running = False
+
+        self._original = original
+        self._wrapper = backward
+        torch.autograd.backward = backward
+
+
+_backward = _Backward()
 
 
 class BackwardLosses:
@@ -16,50 +66,35 @@ class BackwardLosses:
     If a step accumulates gradients over several batches, their losses are usually divided by the
     number of batches, so that their sum is the mean loss of the step.
 
-    torch has no hook for this, so ``torch.autograd.backward`` is replaced by a wrapper between
-    `start` and `stop`.
-
     Args:
-        state: The additional state that was passed to the guard. If it includes a ``GradScaler``,
-            the losses are divided by its scale.
+        parts: The objects of the run. If the additional state includes a ``GradScaler``, the losses
+            are divided by its scale.
     """
 
-    def __init__(self, state: Iterable[object]) -> None:
-        self._scaler = next((each for each in state if isinstance(each, GradScaler)), None)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._scaler = next(
+            (state for state in parts.states.values() if isinstance(state, GradScaler)), None
+        )
         self._sum: torch.Tensor | None = None
-        self._original: Callable[..., Any] | None = None
-        self._wrapper: Callable[..., Any] | None = None
-        self._is_in_backward = False
+        self._is_observing = False
 
     def start(self) -> None:
         """Begin to observe calls to ``backward``."""
-        if self._wrapper is not None:
-            return
-        original = torch.autograd.backward
-
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            # A nested call comes from activation checkpointing.
-            if self._is_in_backward or torch.compiler.is_dynamo_compiling():
-                return original(*args, **kwargs)
-            self._is_in_backward = True
-            try:
-                self._add(args[0] if args else kwargs.get("tensors"))
-                return original(*args, **kwargs)
-            finally:
-                self._is_in_backward = False
-
-        self._original = original
-        self._wrapper = backward
-        torch.autograd.backward = backward
+        if not self._is_observing:
+            self._is_observing = True
+            _backward.add(self._add)
 
     def stop(self) -> None:
         """Stop observing."""
-        # Another tool may have wrapped the function since then, and calls ours.
-        if self._wrapper is not None and torch.autograd.backward is self._wrapper:
-            torch.autograd.backward = self._original  # type: ignore[assignment]
-        self._wrapper = None
+        self._is_observing = False
+        _backward.remove(self._add)
         self._sum = None
+
+    @property
+    def are_seen(self) -> bool:
+        """Return whether there was a loss since the last call of `take`."""
+        return self._sum is not None
 
     def take(self) -> torch.Tensor | None:
         """Return the sum of the losses since the last call, shape ``()``, or None without any."""
@@ -67,17 +102,41 @@ class BackwardLosses:
         self._sum = None
         return loss
 
-    def _add(self, root: object) -> None:
-        """Add the tensor on which ``backward`` is called, if it is a loss."""
-        if not isinstance(root, torch.Tensor) or root.numel() != 1:
-            return
-        loss = root.detach().float().reshape(())
-        if self._scaler is not None and self._scaler.is_enabled():
-            loss = loss * self._inverse_scale(loss)
-        self._sum = loss if self._sum is None else self._sum + loss
+    def _add(self, roots: object) -> None:
+        """Add the losses among the tensors on which ``backward`` is called."""
+        if self._sum is not None and not self._has_gradients():
+            # The gradients of the earlier losses were discarded, as when `GradScaler` or the script
+            # skips a step, or when LBFGS evaluates its closure again.
+            self._sum = None
+        for root in roots if isinstance(roots, (list, tuple)) else [roots]:
+            if _is_loss(root):
+                loss = self._unscaled(root.detach().float().reshape(()))
+                self._sum = loss if self._sum is None else self._sum + loss.to(self._sum.device)
 
-    def _inverse_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        assert self._scaler is not None
+    def _has_gradients(self) -> bool:
+        return any(
+            parameter.grad is not None
+            for optimizer in self._parts.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _unscaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Divide a loss by the scale of the ``GradScaler``, if it is in use."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return loss
         scale = self._scaler._scale
-        assert scale is not None
-        return scale.to(loss.device, non_blocking=True).float().reciprocal().reshape(())
+        if scale is None:
+            # `GradScaler.scale` has not been called yet.
+            return loss
+        return loss * scale.to(loss.device, non_blocking=True).float().reciprocal().reshape(())
+
+
+def _is_loss(root: object) -> TypeGuard[torch.Tensor]:
+    """Return whether ``backward`` is called on a single number that can be read."""
+    return (
+        isinstance(root, torch.Tensor)
+        and root.numel() == 1
+        and root.layout is torch.strided
+        and not root.is_meta
+    )

@@ -359,6 +359,7 @@ class Loop:
             self._own_steps.begin_batch()
             yield batch
             self._own_steps.end_batch()
+            self._recover_from_failed_step()
             self._session.check_averages()
             self._settle_if_due(limits)
             if self._state.must_rewind:
@@ -374,8 +375,17 @@ class Loop:
             return
         self._end_epoch(cursor, begun, needs_steps=limits.steps is not None)
 
+    def _recover_from_failed_step(self) -> None:
+        """Return to the newest checkpoint if the script has caught an error of its optimizer."""
+        failed = self._own_steps.take_failure()
+        if failed is not None:
+            self._recovery.after_failed_step(failed)
+
     def _interruption(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which a stop signal ends the wait for a batch, if it may."""
+        """Return a context in which a stop signal ends the wait for a batch.
+
+        While gradients are accumulated, it does not, since a stop waits for their step.
+        """
         return _NOTHING if self._own_steps.accumulates else self._stop
 
     def _settle(self) -> bool:
@@ -392,12 +402,13 @@ class Loop:
 
     def _settle_if_due(self, limits: Limits) -> None:
         """Read the result of an undecided step if the loop depends on it at this boundary."""
-        if self._steps.is_settled:
+        if self._steps.is_settled and self._own_steps.are_recorded:
             return
         global_step = self._record.global_step
         may_end = self._stop.reason is not None or limits.are_reached(epochs=0, steps=global_step)
         if may_end or self._saves.is_due() or self._session.snapshots.is_due(global_step):
             self._steps.settle()
+            self._own_steps.flush()
 
     def _pass_boundary(self, cursor: Cursor) -> None:
         """Count the batch that the loop body has finished with, and save if a save is due."""
@@ -413,7 +424,8 @@ class Loop:
         """Record the end of an epoch, advance the schedulers, and save if a save is due."""
         if (slow := self._ranks.end_epoch()) is not None:
             self._record.emit(slow)
-        stepped = begun.progress != self._progress()
+        # A loop may accumulate gradients over more than one epoch.
+        stepped = begun.progress != self._progress() or self._own_steps.accumulates
         epoch = cursor.end_epoch(needs_steps=needs_steps, stepped=stepped)
         if begun.is_whole:
             self._epochs += 1
@@ -428,7 +440,8 @@ class Loop:
                 batch_size=epoch.batch_size,
             )
             self._record.emit(ended)
-        self._session.schedules.after_epoch(cursor.epoch)
+        if not self._own_steps.accumulates:
+            self._session.schedules.after_epoch(cursor.epoch)
         self._report_unkept_numbers()
         self._save_if_due()
         if self._record.global_step >= _STEPS_WITHOUT_METRIC:
@@ -469,6 +482,17 @@ class Loop:
             ' guard: Guard(..., state={"labelled": loader})'
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
+
+    def report_lost_gradients(self) -> None:
+        """Report that a checkpoint is saved in the middle of an accumulation of gradients."""
+        if self._own_steps.has_gradients:
+            why = (
+                "none for the batches since the last optimizer step, because this checkpoint is"
+                " saved before the step for which the loop accumulates their gradients, and a"
+                " checkpoint holds no gradients. Call guard.validated and guard.close after"
+                " optimizer.step()"
+            )
+            self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
         """Report once which schedulers need a metric but have never received one.

@@ -11,9 +11,11 @@ Steps that no checkpoint could contain are refused before they change a weight.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,12 +31,16 @@ from holdfast.guard.phase import RunState
 from holdfast.guard.run.backward_losses import BackwardLosses
 from holdfast.guard.run.session import Session
 from holdfast.memory.host_copy import HostCopy
+from holdfast.memory.tensors import versions_of
 from holdfast.numerics.spikes import Level
 from holdfast.recorder.black_box import StepMark
 
 # The states of all guards in this process. They are needed because a loop that was never closed
 # must not refuse the steps of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
+
+# The code of the function in which torch wraps the ``step`` of every optimizer to call the hooks.
+_STEP_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +71,20 @@ class OwnSteps:
 
     Args:
         session: The session of the run.
-        note_new_weights: Function that is called after each step.
+        open_again: Function that opens the run again if the script has closed it in its loop.
+        note_new_weights: Function that is called after each step, when the weights have changed.
         why_not: Why this run must take all its steps with `Guard.step`, or None if it need not.
     """
 
     def __init__(
-        self, session: Session, note_new_weights: Callable[[], None], why_not: str | None
+        self,
+        session: Session,
+        open_again: Callable[[], None],
+        note_new_weights: Callable[[], None],
+        why_not: str | None,
     ) -> None:
         self._session = session
+        self._open_again = open_again
         self._note_new_weights = note_new_weights
         self._why_not = why_not
         self._record = session.record
@@ -89,11 +101,21 @@ class OwnSteps:
         self._had_gradients = True
         # The optimizer whose step is in progress, or has failed. None otherwise.
         self._stepping: Optimizer | None = None
+        # The number of its nested calls, as in a subclass whose ``step`` calls ``super().step()``.
+        self._nested_calls = 0
+        # The name of an optimizer that has raised an error in its step, until `take_failure`.
+        self._failed: str | None = None
         # Whether a step was taken since the last boundary.
         self._stepped_in_batch = False
+        # Whether the loop was reported to change the weights without a step that is counted.
+        self._has_unseen_steps = False
+        # The versions of the weights before the batch, until the first step is counted.
+        self._versions: list[int] = []
+        # Whether the previous loop ended between a call of ``backward`` and the step.
+        self._left_with_gradients = False
         # The newest step, until it is recorded.
         self._newest: _TakenStep | None = None
-        self._losses = BackwardLosses(session.parts.states.values())
+        self._losses = BackwardLosses(session.parts)
         # The norm of the gradients of the step in progress.
         self._grad_norm: HostCopy | None = None
         # Whether the newest recorded step had NaN or Inf in its gradients.
@@ -104,13 +126,18 @@ class OwnSteps:
     # --- what the loop asks
 
     @property
+    def are_recorded(self) -> bool:
+        """Return whether the newest step has been recorded, so that `flush` does nothing."""
+        return self._newest is None
+
+    @property
     def accumulates(self) -> bool:
         """Return whether the loop may be accumulating gradients for a step that is to come.
 
         The state between two batches of such a step is not saved, because a checkpoint holds no
         gradients.
         """
-        if self._guard_has_stepped or self._why_not is not None:
+        if self._why_not is not None or self._guard_has_stepped or self._has_unseen_steps:
             return False
         if self._loop_has_stepped:
             return not self._stepped_in_batch
@@ -120,14 +147,43 @@ class OwnSteps:
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for _, parameter in self._parts.named_parameters())
 
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether the loop has called ``backward`` on a loss since its last step."""
+        return self.accumulates and (self._losses.are_seen or self._left_with_gradients)
+
     def begin_batch(self) -> None:
         """Record that the loop body receives a batch."""
         self._stepped_in_batch = False
+        if self._may_miss_steps:
+            self._versions = self._versions_of_weights()
 
     def end_batch(self) -> None:
         """Record that the loop body has finished with its batch."""
         if self._stepping is not None:
             self._note_failure()
+        if self._may_miss_steps and self._losses.are_seen:
+            self._report_unseen_steps()
+
+    @property
+    def _may_miss_steps(self) -> bool:
+        """Return whether no step was counted yet, so that the loop's steps may not be visible."""
+        return not (self._loop_has_stepped or self._guard_has_stepped or self._has_unseen_steps)
+
+    def _report_unseen_steps(self) -> None:
+        """Report it if the loop body has changed weights although no optimizer step was counted."""
+        if self._versions_of_weights() != self._versions:
+            self._has_unseen_steps = True
+            self._record.emit(run_events.StepsNotSeen())
+
+    def _versions_of_weights(self) -> list[int]:
+        return versions_of(parameter for _, parameter in self._parts.named_parameters())
+
+    def take_failure(self) -> str | None:
+        """Return the name of an optimizer whose step has failed since the last call, or None."""
+        failed = self._failed
+        self._failed = None
+        return failed
 
     def flush(self) -> None:
         """Record the newest step, and wait for its loss and gradient norm if necessary."""
@@ -190,6 +246,7 @@ class OwnSteps:
     # --- the context
 
     def __enter__(self) -> None:
+        self._left_with_gradients = False
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
         self._had_gradients = self._has_gradients()
         self._last_step_at = self._clock.monotonic_seconds()
@@ -219,6 +276,7 @@ class OwnSteps:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._left_with_gradients = self.has_gradients
         self._losses.stop()
         self.end_batch()
         self.flush()
@@ -235,6 +293,9 @@ class OwnSteps:
             BatchError: H212 if the step would change guarded parameters, but cannot be counted.
         """
         if optimizer is self._stepping:
+            if _calls_in_progress(optimizer) > 1:
+                self._nested_calls += 1
+                return
             # The script has caught an error of this optimizer's previous step.
             self._note_failure()
         # In a guarded step, any optimizer may step, since the guard's optimizers may be wrappers
@@ -255,6 +316,9 @@ class OwnSteps:
         """Count a step of the loop. The hook calls this after each optimizer step."""
         if optimizer is not self._stepping:
             return
+        if self._nested_calls:
+            self._nested_calls -= 1
+            return
         name = self._name_of(optimizer)
         assert name is not None
         self._stepping = None
@@ -262,11 +326,10 @@ class OwnSteps:
         now = self._clock.monotonic_seconds()
         self._record.count_step()
         self._session.counters.note_good_step(self._record.global_step)
-        self._session.check_new_state([name])
         loss = self._losses.take()
         step = _TakenStep(
             optimizer=name,
-            loss=None if loss is None else HostCopy(loss),
+            loss=_copy_to_host(loss),
             grad_norm=self._grad_norm,
             may_be_skipped=getattr(optimizer, "found_inf", None) is not None,
             seconds=now - self._last_step_at,
@@ -277,12 +340,16 @@ class OwnSteps:
         self._note_new_weights()
         if step.is_complete:
             self.flush()
+        self._session.check_new_state([name])
 
     def _begin(self, optimizer: Optimizer, name: str) -> None:
+        if not self._record.is_open:
+            self._open_again()
         self.flush()
         if not self._loop_has_stepped:
             self._loop_has_stepped = True
             self._session.schedules.hand_over()
+            self._record.allow_any_precision()
             self._record.emit(run_events.LoopSteps(optimizer=name))
         self._grad_norm = _norm_of_gradients(optimizer)
         self._stepping = optimizer
@@ -291,7 +358,10 @@ class OwnSteps:
 
     def _note_failure(self) -> None:
         """Record that an optimizer has raised an error, which may have left its step half done."""
+        assert self._stepping is not None
+        self._failed = self._name_of(self._stepping)
         self._stepping = None
+        self._nested_calls = 0
         self._state.step_failed()
 
     # --- what is refused
@@ -322,7 +392,7 @@ class OwnSteps:
 
 
 def _norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
-    """Return the norm of all gradients of an optimizer, or None if there are no gradients."""
+    """Return the norm of all gradients of an optimizer, or None if it is unknown."""
     gradients = [
         parameter.grad
         for group in optimizer.param_groups
@@ -331,7 +401,34 @@ def _norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
     ]
     if not gradients:
         return None
-    return HostCopy(torch.nn.utils.get_total_norm(gradients).detach())
+    try:
+        norm = torch.nn.utils.get_total_norm(gradients).detach()
+        # A `GradScaler` leaves it to fused optimizers to divide the gradients by its scale.
+        scale = getattr(optimizer, "grad_scale", None)
+        if isinstance(scale, torch.Tensor):
+            norm = norm / scale.to(norm.device, non_blocking=True)
+    except (RuntimeError, NotImplementedError):
+        # The norm is only reported, so a tensor type without it must not end the script.
+        return None
+    return _copy_to_host(norm)
+
+
+def _copy_to_host(value: torch.Tensor | None) -> HostCopy | None:
+    """Return a copy of a loss or norm, or None if it has no value that could be copied."""
+    if value is None or value.is_meta:
+        return None
+    return HostCopy(value.reshape(()))
+
+
+def _calls_in_progress(optimizer: Optimizer) -> int:
+    """Return how many calls of an optimizer's ``step`` are on the stack of this thread."""
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _STEP_WRAPPER and frame.f_locals.get("self") is optimizer:
+            calls += 1
+        frame = frame.f_back
+    return calls
 
 
 def _step_of_unknown_optimizer(optimizer: Optimizer) -> BatchError:

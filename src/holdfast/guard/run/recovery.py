@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from holdfast.core.errors import (
+    BatchError,
     DivergenceError,
     HoldfastError,
     NonFiniteError,
@@ -360,6 +361,40 @@ class Recovery:
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
         self._optimizer_memory.release()
         return f"{partial}; returned to step {self._record.global_step}"
+
+    def after_failed_step(self, optimizer: str) -> None:
+        """Return to the newest checkpoint after ``step()`` of an optimizer has raised an error.
+
+        The loop called ``step()`` itself, and has caught the error. Part of the weights may have
+        been updated, so the current state must not be saved.
+
+        Args:
+            optimizer: The name of the optimizer.
+
+        Raises:
+            BatchError: H213 if an optimizer has failed twice at the same step, or if there is no
+                checkpoint.
+        """
+        at_step = self._record.global_step
+        reason = f"optimizer {optimizer!r} raised an error in step {at_step + 1}"
+        obstacle: str | None = "it happened twice at this step"
+        if self._failed_half_way_at != at_step:
+            obstacle = self._return(rewind_data=True)
+        if obstacle is not None:
+            self._session.state.spoil()
+            raise BatchError(
+                reason,
+                limit=f"its weights may be only partly updated, and {obstacle}",
+                fix=(
+                    "repair the cause of the error, which the script has caught, and start again"
+                    " from the newest checkpoint."
+                ),
+                rule="H213",
+            )
+        self._failed_half_way_at = at_step
+        self._session.state.rewound()
+        self._record.emit(RollBack(reason=reason, promise="bit-exact", rewind_data=True))
+        self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
 
     def roll_back_again(self) -> None:
         """Roll back to the last good state again, at the end of the loop body.
