@@ -158,6 +158,8 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "watch": ["--json", "--once"],
         "attach": ["--json", "--seconds"],
+        "save": ["--json", "--timeout"],
+        "stop": ["--json", "--timeout"],
         "compare": ["--json", "--out"],
         "doctor": ["--json", "--run-dir"],
         "report": ["--json", "--out"],

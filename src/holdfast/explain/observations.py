@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
+from holdfast.core.run_requests import REQUESTED_FROM_OUTSIDE
 from holdfast.core.text import counted
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
@@ -262,6 +263,16 @@ def signal_of_stop(request: Event) -> str | None:
         if isinstance(value, str) and is_signal_name(value):
             return value
     return None
+
+
+def outside_reason_of_stop(request: Event) -> str | None:
+    """Return why a run was stopped from outside, or None if the script itself requested the stop.
+
+    The reason is the name of a signal, or that of a request by `holdfast stop`.
+    """
+    if request.data.get("reason") == REQUESTED_FROM_OUTSIDE:
+        return REQUESTED_FROM_OUTSIDE
+    return signal_of_stop(request)
 
 
 def closed_after(events: Iterable[Event], request: Event) -> bool:

@@ -193,7 +193,7 @@ class Guard:
         context = RunContext.of(
             self._parts, self.policy, self._record, ranks, self._cursor, schedules
         )
-        self._session = Session(context, self._directory, clock)
+        self._session = Session(context, self._directory, clock, self._asked)
         self._engine = StepEngine(context, split, self._session.reserves)
         self._recovery = Recovery(self._session)
         timing = DecisionTiming(context, self._framework())
@@ -263,7 +263,8 @@ class Guard:
         """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None if it was not.
 
         All ranks return the same reason, regardless of which rank received the request. The signals
-        that stop a run are set by ``Policy.stop_signals``.
+        that stop a run are set by ``Policy.stop_signals``. After `holdfast stop`, the reason is
+        ``"requested from outside"``.
         """
         return self._stop.reason
 
@@ -299,6 +300,36 @@ class Guard:
         self._settle_to_read()
         return self._record.events()
 
+    def save(self) -> None:
+        """Save a checkpoint of the current state, whether or not one is due.
+
+        Inside the loop over `batches`, the checkpoint is saved at the end of the current batch,
+        since only then is the work of the loop body complete. It is written before the next batch
+        is yielded. Anywhere else, it is written before this method returns; after the loop, this
+        method does the same as `close`.
+
+        If a checkpoint already holds the current state, nothing is saved. If the save fails, the
+        failure is recorded, and training continues. A state with NaN or Inf is not saved.
+
+        With several ranks, all of them must call this method at the same point.
+
+        Raises:
+            BatchError: H209 if the loss function calls this method.
+            PolicyError: H105 if the guard saves no checkpoints, or inside `averaged`.
+            RankError: H116 if the ranks are at different points of the program, H114 if a rank does
+                not arrive.
+        """
+        self._session.check_may_save()
+        if not self._session.is_open:
+            self.close()
+            return
+        self._ranks.agree("guard.save", dict)
+        if self._session.state.in_loop:
+            self._boundaries.save_at_boundary()
+            return
+        with naming_lack_of_memory("saving a checkpoint"):
+            self._boundaries.save_outside()
+
     def request_stop(self, reason: str = "requested") -> None:
         """Ask the run to save a checkpoint and stop at the next boundary.
 
@@ -318,8 +349,8 @@ class Guard:
         is unlocked. If the last save fails, the loop ends normally, but the process exits with code
         74 unless a later save succeeds.
 
-        A signal in ``Policy.stop_signals`` ends the loop once a checkpoint is saved. The script can
-        read `stop_reason` after the loop.
+        A signal in ``Policy.stop_signals`` ends the loop once a checkpoint is saved, and so does
+        `holdfast stop`. The script can read `stop_reason` after the loop.
 
         If you leave the loop early, by ``break`` or by calling ``next`` only a few times, no
         checkpoint is saved unless a stop was requested. Call `request_stop` instead, or `close`
@@ -381,7 +412,7 @@ class Guard:
                 self._position_known = True
                 self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
-            if self._stop.by_signal:
+            if self._stop.ends_script:
                 self._end_process()
 
     # --- the step
@@ -523,7 +554,7 @@ class Guard:
         # Fall back on this process's own signal, which may have arrived too late for the ranks to
         # agree on it.
         number = self._stop.signal or self._asked.signal
-        if number is None:
+        if number is None and not self._stop.from_outside:
             return None
         if self.policy.stop_exit_code is not None:
             return SystemExit(self.policy.stop_exit_code)

@@ -287,13 +287,13 @@ class HostedGuard(Guard):
     # --- the end of training
 
     @property
-    def stopped_by_signal(self) -> bool:
-        """Return whether a signal asked the run to stop.
+    def must_stop(self) -> bool:
+        """Return whether a signal or `holdfast stop` asked the run to stop.
 
-        With several ranks, any of them may have received the signal. All ranks learn of the request
-        in the same step.
+        With several ranks, any of them may have received the request. All ranks learn of it in the
+        same step.
         """
-        return self._stop.by_signal
+        return self._stop.ends_script
 
     def record_stop(self) -> None:
         """Record that the framework is ending training because of a stop request."""
@@ -310,12 +310,12 @@ class HostedGuard(Guard):
         self._release("stopped")
 
     def stop_exception(self) -> BaseException | None:
-        """Return the exception to raise once the framework has saved after a signal, or None.
+        """Return the exception to raise once the framework has saved after a request, or None.
 
         All ranks must call this method. It waits for the rank that saves, since a launcher kills
         all ranks when one of them exits.
         """
-        if self._stop.by_signal:
+        if self._stop.ends_script:
             self._ranks.agree("stop", dict)
         return self._ending()
 
@@ -330,7 +330,7 @@ class HostedGuard(Guard):
                 )
             )
             note_unsaved(self._directory.path, error)
-        if how is None and self._stop.by_signal:
+        if how is None and self._stop.ends_script:
             how = "stopped"
         super()._release(how)
 

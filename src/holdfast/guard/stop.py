@@ -1,7 +1,8 @@
 """How the training process handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C.
 
 `Policy.stop_signals` determines which signals stop a run. The script can also request a stop by
-calling `Guard.request_stop`. `StopRequest` holds the request and the signal handler:
+calling `Guard.request_stop`, and `holdfast stop` requests one from outside (``outside_requests``).
+`StopRequest` holds the request and the signal handler:
 
 1. **The first signal** is stored and announced on stderr, and the script's own handler is called,
    if there is one. Our handler neither saves nor contacts other ranks. At its next boundary, the
@@ -35,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from holdfast.core.run_requests import REQUESTED_FROM_OUTSIDE
 from holdfast.core.standard_streams import write_to_stderr
 
 # Signals within this time count as one request. The `timeout` command signals the process and then
@@ -79,8 +81,10 @@ class StopRequest:
     ) -> None:
         # Why the run was asked to stop: the name of a signal, or the reason passed to `request`.
         self.reason: str | None = None
-        # The signal that asked the run to stop. None if `request` was called instead.
+        # The signal that asked the run to stop. None if there was none.
         self.signal: signal.Signals | None = None
+        # Whether `holdfast stop` asked the run to stop.
+        self.from_outside = False
         # The rank that received the request, if the run has several ranks.
         self.rank: int | None = None
         # Whether a loop has ended because of the request.
@@ -114,6 +118,14 @@ class StopRequest:
         return self.signal is not None
 
     @property
+    def ends_script(self) -> bool:
+        """Return whether the request ends the whole script, and not only the current loop.
+
+        This is the case unless the script itself has requested the stop.
+        """
+        return self.by_signal or self.from_outside
+
+    @property
     def signal_name(self) -> str | None:
         """Return the name of the signal that asked the run to stop, or None."""
         if self.signal is None:
@@ -129,6 +141,11 @@ class StopRequest:
         """Ask the run to stop. If it has already been asked, the first reason is kept."""
         self.reason = self.reason or reason
 
+    def request_from_outside(self) -> None:
+        """Ask the run to stop because `holdfast stop` was called."""
+        self.from_outside = True
+        self.request(REQUESTED_FROM_OUTSIDE)
+
     def honor(self) -> None:
         """Record that the loop ends because of the request."""
         self._honored = True
@@ -136,15 +153,17 @@ class StopRequest:
     def reset(self, *, raised: bool = False) -> None:
         """Clear a request that has ended the previous loop, when another loop begins.
 
-        A signal stops the whole script, so it also ends any later loop. Therefore, a request made
-        by a signal is cleared only if the script has caught the exception that the stop raised.
+        A signal or `holdfast stop` stops the whole script, so it also ends any later loop.
+        Therefore, such a request is cleared only if the script has caught the exception that the
+        stop raised.
 
         Args:
             raised: Whether the request has caused an exception to be raised.
         """
-        if self._honored and (raised or not self.by_signal):
+        if self._honored and (raised or not self.ends_script):
             self.reason = None
             self.signal = None
+            self.from_outside = False
             self.rank = None
         self._honored = False
 

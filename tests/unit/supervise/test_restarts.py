@@ -185,10 +185,10 @@ def test_an_end_that_somebody_asked_for_is_final():
     by_user = AttemptEnd(status=1, seconds=60.0, requested_by=15)
     assert isinstance(decide_after(by_user), EndRun)
     assert "SIGTERM" in decide_after(by_user).why
-    assert "SIGUSR1" in decide_after(FAILED, stop_signal="SIGUSR1").why
+    assert "SIGUSR1" in decide_after(FAILED, stop_reason="SIGUSR1").why
     # A guard also stops on the SIGTERM that the supervisor sends after a hang.
     after_hang = AttemptEnd(status=1, seconds=60.0, signal_sent=15)
-    assert isinstance(decide_after(after_hang, stop_signal="SIGTERM"), StartAgain)
+    assert isinstance(decide_after(after_hang, stop_reason="SIGTERM"), StartAgain)
 
 
 def test_an_attempt_that_failed_on_another_host_follows_its_decision():

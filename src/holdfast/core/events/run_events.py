@@ -224,7 +224,7 @@ class BeginsAnew(EventData):
 
 
 class StopRequested(EventData):
-    """A signal or a call asked the run to stop.
+    """A signal, a call or `holdfast stop` asked the run to stop.
 
     With several ranks, `asked_rank` is the rank that received the request. All ranks stop.
     """
@@ -253,6 +253,20 @@ class StopSignal(EventData):
 
     def __str__(self) -> str:
         return f"{self.signal} received; the run stops at its next boundary"
+
+
+class RequestReceived(EventData):
+    """A command asked the run to save a checkpoint or to stop, as the run noticed at a boundary.
+
+    `sender` is the process of the command.
+    """
+
+    action: Literal["save", "stop"]
+    sender: str
+
+    def __str__(self) -> str:
+        purpose = "a checkpoint" if self.action == "save" else "a stop"
+        return f"`holdfast {self.action}` requested {purpose} ({self.sender})"
 
 
 class SignalLeftAlone(EventData):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from holdfast.core.events.event import Event
+from holdfast.core.run_requests import REQUESTED_FROM_OUTSIDE
 from holdfast.explain import observations
 from holdfast.explain.causes.exit_signs import ExitSigns, collect_signs
 from holdfast.explain.evidence import Evidence
@@ -187,7 +188,8 @@ def _guard_closed(signs: ExitSigns) -> End | None:
     if closing.how == "stopped":
         why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
         # A stop that the script itself requests is a normal end.
-        if not closing.reason or is_signal_name(closing.reason):
+        from_outside = is_signal_name(closing.reason) or closing.reason == REQUESTED_FROM_OUTSIDE
+        if not closing.reason or from_outside:
             cause = endings.STOPPED
     exhibit = Exhibit(text="the newest events show that a Guard closed", source="guard")
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
@@ -249,7 +251,7 @@ def _stopped_by_guard(signs: ExitSigns) -> End | None:
         return None
     end = replace(_end_of_stop(request, status=0), well=True)
     user_sent_a_signal = signs.evidence.stop_signal is not None
-    if user_sent_a_signal or observations.signal_of_stop(request) is not None:
+    if user_sent_a_signal or observations.outside_reason_of_stop(request) is not None:
         return end
     # A stop that the script itself requests is a normal end.
     return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)

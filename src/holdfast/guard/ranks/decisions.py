@@ -8,7 +8,7 @@ from typing import final
 
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.messages import Messages
-from holdfast.guard.ranks.row import EPOCH_END, Rows
+from holdfast.guard.ranks.row import EPOCH_END, STOP_BY_SCRIPT, STOP_FROM_OUTSIDE, Rows
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 
@@ -36,7 +36,9 @@ class GroupStopRequest(StopRequest):
         """Return this rank's request as a number; see `Row.stop`."""
         if self._own.signal is not None:
             return 1.0 + self._own.signal
-        return 0.0 if self._own.reason is None else 1.0
+        if self._own.from_outside:
+            return STOP_FROM_OUTSIDE
+        return 0.0 if self._own.reason is None else STOP_BY_SCRIPT
 
     def receive(self, rows: Rows) -> None:
         """Adopt the stop requests in the rows of all ranks.
@@ -46,9 +48,12 @@ class GroupStopRequest(StopRequest):
         """
         rank, stop = rows.stop
         # For a signal, the number is 1 plus the signal's number; see `Row.stop`.
-        if stop > 1.0:
+        if stop > STOP_FROM_OUTSIDE:
             self.signal = signal.Signals(int(stop) - 1)
             self.reason = self.signal.name
+            self.rank = rank
+        elif stop == STOP_FROM_OUTSIDE and not self.by_signal:
+            self.request_from_outside()
             self.rank = rank
         elif stop and self.reason is None:
             # The row has no room for the reason that was passed to `request_stop`.

@@ -21,6 +21,11 @@ from holdfast.memory.host_copy import HostCopy
 STEP = 0.0
 EPOCH_END = 1.0
 
+# The value of `Row.stop` after `Guard.request_stop` and after `holdfast stop`. For a signal, it is
+# 1 plus the number of the signal, which is larger than both.
+STOP_BY_SCRIPT = 1.0
+STOP_FROM_OUTSIDE = 1.5
+
 # Newer versions of torch warn about the older name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -52,7 +57,8 @@ class Row(NamedTuple):
     # Whether the host of this rank knows the number of items.
     knows_items: float = False
     loss: float = 0.0
-    # 0 for no stop request, 1 for `request_stop`, and 1 plus the signal number for a signal.
+    # 0 for no stop request, `STOP_BY_SCRIPT`, `STOP_FROM_OUTSIDE`, or 1 plus the signal number for
+    # a signal.
     stop: float = 0.0
     # Whether a save is due after this step, and after the next one. Only the values of the first
     # rank are used.

@@ -116,6 +116,8 @@ class Loop:
         # Finds counters that are missing from checkpoints. None once one has been reported.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
+        # Whether the script has asked for a save at the next boundary.
+        self._save_requested = False
         # The generator of the most recent loop.
         self._under_way: Generator[Any] | None = None
         watch(self)
@@ -186,6 +188,7 @@ class Loop:
         except GeneratorExit:
             with self._record.errors():
                 how = "stopped" if self._save_as_asked() else "left"
+                self._save_as_requested()
             raise
         except BaseException as error:
             self._note_failure(error)
@@ -202,6 +205,7 @@ class Loop:
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
         self._steps.settle()
         self._state.enter_loop()
+        self._save_requested = False
         begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
             epoch=cursor.epoch,
@@ -225,7 +229,7 @@ class Loop:
         self._report_unkept_numbers()
         self._honor_stop()
         self._session.save()
-        if self._stop.by_signal:
+        if self._stop.ends_script:
             # A launcher kills all ranks when the first one exits, so they wait here until the
             # checkpoint is complete.
             self._ranks.agree("stop", dict)
@@ -295,6 +299,18 @@ class Loop:
         self._session.save()
         return True
 
+    def _save_as_requested(self) -> None:
+        """Save a checkpoint if the script has asked for one in the batch in which it left the loop.
+
+        With several ranks, nothing is saved, because the other ranks may still be in their loops.
+        """
+        if not self._save_requested or self._ranks.world_size > 1:
+            return
+        self._steps.settle()
+        if self._session.saving.may_save_more:
+            self.count_batch()
+            self._session.save()
+
     def _honor_stop(self) -> None:
         """If a stop was requested, record once that this loop ends because of the request."""
         if self._stop.reason is not None and not self._stop.honored:
@@ -333,6 +349,7 @@ class Loop:
                 return
             yield batch
             self._session.check_averages()
+            self._session.requests.poll()
             self._settle_if_due(limits)
             if self._state.must_rewind:
                 # A step has restored an earlier state. The rest of the loop body has run since then
@@ -365,7 +382,8 @@ class Loop:
             return
         global_step = self._record.global_step
         may_end = self._stop.reason is not None or limits.are_reached(epochs=0, steps=global_step)
-        if may_end or self._saves.is_due() or self._session.snapshots.is_due(global_step):
+        may_save = self._save_requested or self._saves.is_due()
+        if may_end or may_save or self._session.snapshots.is_due(global_step):
             self._steps.settle()
 
     def _pass_boundary(self, cursor: Cursor) -> None:
@@ -469,21 +487,27 @@ class Loop:
             self._steps.settle()
         else:
             self._session.take_snapshot()
-            if not self._saves.take_due():
-                return
-            if self._session.is_calm:
-                self._postponed = False
-                self._session.save_when_due()
-                refused = self._saves.take_refusal()
-            elif not self._postponed:
-                self._record.emit(
-                    run_events.SavePostponed(
-                        why="loss or gradient norm are unusually high, so saving waits"
-                    )
-                )
-                self._postponed = True
+            if self._save_requested:
+                self._save_requested = False
+                self._session.save()
+            elif self._saves.take_due():
+                self._save_or_postpone()
+            refused = self._saves.take_refusal()
         if refused is not None:
             self._recovery.after_refused_save(refused)
+
+    def _save_or_postpone(self) -> None:
+        """Start the save that is due, unless the loss or the gradient norm is unusually high."""
+        if self._session.is_calm:
+            self._postponed = False
+            self._session.save_when_due()
+        elif not self._postponed:
+            self._record.emit(
+                run_events.SavePostponed(
+                    why="loss or gradient norm are unusually high, so saving waits"
+                )
+            )
+            self._postponed = True
 
     def _progress(self) -> tuple[int, int]:
         """Return the numbers of committed and skipped steps, one of which changes in every step.
@@ -501,11 +525,22 @@ class Loop:
                 self._session.cursor.advance(used=True)
             self._state.boundary()
 
+    def save_at_boundary(self) -> None:
+        """Save a checkpoint at the next boundary, because the script has asked for it."""
+        self._save_requested = True
+
+    def save_outside(self) -> None:
+        """Save a checkpoint now, because a script without a loop has asked for it."""
+        self._steps.settle()
+        self.count_batch()
+        self._session.save()
+
     def boundary_outside(self) -> None:
         """Save if a save is due, in a script that does not iterate `Guard.batches`.
 
         This is called at the beginning of a step, when the previous step is complete.
         """
+        self._session.requests.poll()
         self._settle_if_due(Limits(epochs=None, steps=None))
         self._state.boundary()
         self._save_if_due()

@@ -314,7 +314,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         if optimization is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         loss = optimization.optimizer_step(closure)
-        if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
+        if self.holdfast_guard is not None and self.holdfast_guard.must_stop:
             # All ranks learn of the stop request after the same step. Setting this flag makes
             # Lightning end training after the current batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True

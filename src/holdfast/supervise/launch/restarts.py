@@ -77,8 +77,8 @@ class EndedAttempt:
         history: All attempts of this run, including this one, newest last.
         budgets: Limits on restarts.
         environment: The command's environment.
-        stop_signal: Name of the signal that made the training script stop, if the script recorded
-            one; otherwise None.
+        stop_reason: Why the training script stopped, if a signal or `holdfast stop` asked it to and
+            it has recorded that; otherwise None.
         follows_other_host: Whether the attempt ended only because it had failed on another host.
     """
 
@@ -87,7 +87,7 @@ class EndedAttempt:
     history: Sequence[PastAttempt]
     budgets: Budgets
     environment: Mapping[str, str]
-    stop_signal: str | None = None
+    stop_reason: str | None = None
     follows_other_host: bool = False
 
     @property
@@ -158,15 +158,15 @@ def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecisio
     )
 
 
-def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
-    """If the training script stopped because of a signal, do not restart.
+def training_was_asked_to_stop(attempt: EndedAttempt) -> RestartDecision | None:
+    """If the training script stopped because of a signal or `holdfast stop`, do not restart.
 
-    The signal may have been sent directly to the training process, so that the supervisor knows of
-    it only from the recording. The exit code of such a process may be any number.
+    The training process itself may have received the request, so that the supervisor knows of it
+    only from the recording. The exit code of such a process may be any number.
     """
-    if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
+    if attempt.stop_reason is None or attempt.end.was_ended_by_supervisor:
         return None
-    return EndRun(why=f"the training script stopped on {attempt.stop_signal}")
+    return EndRun(why=f"the training script was asked to stop ({attempt.stop_reason})")
 
 
 def command_succeeded(attempt: EndedAttempt) -> RestartDecision | None:
@@ -283,7 +283,7 @@ def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
 # before they count against a budget.
 RULES: tuple[Rule, ...] = (
     user_or_scheduler_requested_the_end,
-    training_stopped_on_a_signal,
+    training_was_asked_to_stop,
     command_succeeded,
     only_the_exit_hung,
     other_host_decides,

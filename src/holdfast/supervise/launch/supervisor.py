@@ -332,7 +332,7 @@ class Supervisor:
                 history=self._history,
                 budgets=self._options.budgets,
                 environment=self._environment,
-                stop_signal=judgement.stop_signal,
+                stop_reason=judgement.stop_reason,
                 follows_other_host=follows,
             )
         )

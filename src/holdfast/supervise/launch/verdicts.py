@@ -29,32 +29,32 @@ class AttemptJudgement:
 
     Args:
         verdict: Why the attempt ended.
-        stop_signal: Name of the signal that made the training script stop, if the script recorded
-            one; otherwise None.
+        stop_reason: Why the training script stopped, if a signal or `holdfast stop` asked it to and
+            it has recorded that; otherwise None.
         error: Why no verdict could be determined, or None.
     """
 
     verdict: Verdict
-    stop_signal: str | None = None
+    stop_reason: str | None = None
     error: str | None = None
 
 
 def judge_attempt(run_path: Path, number: int) -> AttemptJudgement:
     """Determine why an attempt ended. Never raises, even if the recording is damaged."""
-    stop_signal = None
+    stop_reason = None
     try:
         from holdfast.explain.collecting import collect
         from holdfast.explain.judging import judge
-        from holdfast.explain.observations import signal_of_stop, stop_request
+        from holdfast.explain.observations import outside_reason_of_stop, stop_request
 
         facts = collect(run_path, number)
         request = stop_request(facts.events)
         if request is not None:
-            stop_signal = signal_of_stop(request)
-        return AttemptJudgement(verdict=judge(facts), stop_signal=stop_signal)
+            stop_reason = outside_reason_of_stop(request)
+        return AttemptJudgement(verdict=judge(facts), stop_reason=stop_reason)
     except Exception as error:  # noqa: BLE001 - a damaged recording must not end the supervisor
         why = f"{type(error).__name__}: {error}"
-        return AttemptJudgement(verdict=_unknown(why), stop_signal=stop_signal, error=why)
+        return AttemptJudgement(verdict=_unknown(why), stop_reason=stop_reason, error=why)
 
 
 def remove_verdict(run_path: Path) -> None:
