@@ -98,6 +98,7 @@ def test_the_arguments_of_the_guard() -> None:
         "global_step",
         "log",
         "request_stop",
+        "save",
         "statistics",
         "step",
         "stop_reason",

@@ -31,7 +31,7 @@ def guard_of(run_dir: Path, model: nn.Module, **settings) -> holdfast.Guard:
     return holdfast.Guard(
         run_dir,
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
         **{
             "loader": [torch.ones(4, 2) for _ in range(6)],
             "save_interval_steps": 1000,
@@ -44,11 +44,12 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(entry.global_step for entry in Store(run_dir / "checkpoints").entries())
 
 
-def test_a_save_in_the_loop_holds_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("decide", ["now", "late"])
+def test_a_save_in_the_loop_holds_the_whole_batch(tmp_path, decide):
     """It is made once the loop body has finished, so it includes what the body does later."""
     model = nn.Linear(2, 1)
     counter = Counter()
-    guard = guard_of(tmp_path, model, state=counter)
+    guard = guard_of(tmp_path, model, state=counter, decide=decide)
     saved_at_step_3 = None
     for batch in guard.batches(max_epochs=1):
         if guard.global_step == 3:
