@@ -121,10 +121,16 @@ def _print_answer(action: Action, run_dir: Path, answer: Answer, *, as_json: boo
         )
         return
     if answer.problem is not None:
-        typer.echo(sanitise(f"{answer.problem}"), err=True)
-    if answer.checkpoint is not None:
-        words = "saved" if action == "save" else "stopped; newest checkpoint:"
-        typer.echo(sanitise(f"{words} {answer.checkpoint} (step {answer.global_step})"))
+        typer.echo(sanitise(f"holdfast {action}: {answer.problem}"), err=True)
+        return
+    checkpoint = f"{answer.checkpoint} (step {answer.global_step})"
+    if action == "save":
+        text = f"saved {checkpoint}"
+    elif answer.checkpoint is not None:
+        text = f"stopped; newest checkpoint: {checkpoint}"
+    else:
+        text = "stopped; this guard saves no checkpoints"
+    typer.echo(sanitise(text))
 
 
 # --- Who holds the run ----------------------------------------------------------------------------

@@ -159,7 +159,11 @@ class Saving:
                 current state is already saved, it is called at once.
         """
         if not self._schedule.is_enabled:
-            on_end(None, "the guard saves no checkpoints in this run (save_interval_steps=None)")
+            on_end(
+                None,
+                "this guard saves no checkpoints (save_interval_steps is None, or a framework"
+                " saves them)",
+            )
             return
         self.collect()
         if self._results.is_saved(self._state.position()):
