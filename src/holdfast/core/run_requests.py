@@ -55,10 +55,10 @@ class Request:
 class Answer:
     """The outcome of a request."""
 
-    # The newest checkpoint of the run, and its step. None if the run has no checkpoint.
+    # The checkpoint that was saved or, after a stop, the newest one. None if there is none.
     checkpoint: str | None
     global_step: int | None
-    # Why the checkpoint does not hold the state that was to be saved. None if it does.
+    # Why the state was not saved. None if it was saved, or if the run saves nothing anyway.
     problem: str | None
 
 
@@ -93,9 +93,8 @@ class RequestFolder:
         Args:
             holder: The process.
         """
-        # Listing the folder costs a few microseconds more than `os.stat` on it. On a network file
-        # system, however, `os.stat` may return attributes that were cached up to a minute ago,
-        # while opening a folder asks the server.
+        # The folder is listed because, on a network file system, `os.stat` may return attributes
+        # that are up to a minute old. Opening a folder makes the client ask the server.
         try:
             paths = list(self._path.iterdir())
         except OSError:

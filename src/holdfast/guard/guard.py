@@ -365,7 +365,8 @@ class Guard:
             PolicyError: H105 without a loader or without a limit.
             LoaderError: H601 for an empty loader. H602 if a whole epoch passes without a step, so
                 that `max_steps` would never be reached.
-            SystemExit: After a signal and the last save, if ``Policy.stop_exit_code`` is set.
+            SystemExit: After a signal or `holdfast stop` and the last save, if
+                ``Policy.stop_exit_code`` is set.
             KeyboardInterrupt: After Ctrl-C and the last save, if ``Policy.stop_exit_code`` is not
                 set.
         """
@@ -546,7 +547,7 @@ class Guard:
         raise self._ending() or SystemExit(0) from None
 
     def _ending(self) -> BaseException | None:
-        """Return the exception to raise after a signal has stopped the run, or None.
+        """Return the exception to raise after a signal or `holdfast stop`, or None.
 
         Ctrl-C raises KeyboardInterrupt, as it would without a guard, so that a notebook's "Run all"
         stops.

@@ -1,8 +1,8 @@
 """`OutsideRequests`: carries out the requests of `holdfast save` and `holdfast stop`.
 
 The requests are files in the run directory; see ``core.run_requests``. With several ranks, only the
-first rank reads them. It passes them on in the row that it sends with its next step, like the stop
-requests and due saves of its own (see ``ranks/decisions.py``).
+first rank reads them. The other ranks learn of them from the row that the first rank sends with its
+next step, as they learn of its stop requests and due saves (see ``ranks/decisions.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class OutsideRequests:
         self._record = record
         self._clock = clock
         self._is_enabled = is_enabled
-        self._was_opened = False
+        # Whether the requests of earlier processes were removed.
+        self._is_cleared = False
         # When this process last looked for requests.
         self._polled_at = clock.monotonic_seconds()
         # The requests to stop that are answered when the run is closed.
@@ -58,10 +59,10 @@ class OutsideRequests:
 
     def open(self) -> None:
         """Remove the requests that earlier processes have left. The directory must be locked."""
-        if self._was_opened or not self._is_enabled:
-            # A command may still be waiting to read the answer to its request.
+        if self._is_cleared or not self._is_enabled:
+            # If this process opens the directory again, a command may not have read its answer yet.
             return
-        self._was_opened = True
+        self._is_cleared = True
         try:
             self._folder.clear()
         except OSError:

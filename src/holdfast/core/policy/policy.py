@@ -242,9 +242,9 @@ class Policy:
     job), it stays ignored."""
 
     stop_exit_code: kinds.ExitCodeOrNone = None
-    """Exit code after a signal stops the run: `batches` saves and then raises ``SystemExit`` with
-    this code, so code after the loop does not run. None: the loop ends, and the script continues
-    after it."""
+    """Exit code after a signal or `holdfast stop` stops the run: `batches` saves and then raises
+    ``SystemExit`` with this code, so code after the loop does not run. None: the loop ends, and the
+    script continues after it."""
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:

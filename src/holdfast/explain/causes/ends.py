@@ -188,8 +188,8 @@ def _guard_closed(signs: ExitSigns) -> End | None:
     if closing.how == "stopped":
         why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
         # A stop that the script itself requests is a normal end.
-        from_outside = is_signal_name(closing.reason) or closing.reason == REQUESTED_FROM_OUTSIDE
-        if not closing.reason or from_outside:
+        is_from_outside = is_signal_name(closing.reason) or closing.reason == REQUESTED_FROM_OUTSIDE
+        if not closing.reason or is_from_outside:
             cause = endings.STOPPED
     exhibit = Exhibit(text="the newest events show that a Guard closed", source="guard")
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))

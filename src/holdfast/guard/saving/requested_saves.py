@@ -52,10 +52,11 @@ class RequestedSaves:
             on_end(entry, problem)
 
     def end_all(self, problem: str) -> None:
-        """End all requests, because the run is closed. No save may be running.
+        """End all requests without a checkpoint. No save may be running.
 
         Args:
-            problem: Why they are not carried out.
+            problem: Why no save answers them.
         """
+        # `note_end` ends only requests that a save has been attempted for.
         self.note_attempt()
         self.note_end(None, problem)
