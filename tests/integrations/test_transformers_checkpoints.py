@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import signal
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.prepared import FRAMEWORKS, run_prepared
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError, RunDirectoryError
 from holdfast.checkpoint.verify import verify
+from holdfast.core.run_requests import Action, RequestFolder
+from holdfast.guard import outside_requests
 from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 
@@ -99,6 +102,32 @@ def test_other_signals_stop_a_trainer_as_sigterm_does(
         name
     ]
     assert (events[-1].kind, events[-1].data.get("how")) == ("closed", "stopped")
+
+
+def test_a_request_from_outside_stops_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`holdfast stop` is noticed in the next step, which is saved; `holdfast save` is refused."""
+    monkeypatch.setattr(outside_requests, "_POLL_SECONDS", 0.0)
+    folder = RequestFolder(tmp_path / "holdfast")
+    requests = {}
+
+    def ask(_: Any) -> None:
+        for action in get_args(Action):
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            requests[action] = folder.send(action, holder)
+
+    trainer = guarded(tmp_path, callbacks=[At(5, ask)])
+    trainer.train()
+    save = folder.answer_to(requests["save"])
+    stop = folder.answer_to(requests["stop"])
+
+    assert trainer.state.global_step == 6
+    verify(tmp_path / "checkpoint-6")
+    assert save is not None
+    assert save.problem is not None
+    assert stop is not None
+    assert stop.problem is None
 
 
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(

@@ -24,6 +24,8 @@ COMMANDS = {
     "run": "run:run",
     "watch": "views:watch",
     "attach": "attach:run",
+    "save": "requests:save",
+    "stop": "requests:stop",
     "explain": "explain:run",
     "report": "views:report",
     "events": "events:run",

@@ -77,13 +77,18 @@ class FileLock:
             self._take_again()
             return
         if not os.path.samestat(os.fstat(self._descriptor), at_path):
-            raise LockHeldError(_last_holder(self._given_path))
+            raise LockHeldError(last_holder(self._given_path))
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise LockHeldError(_text(self._descriptor)) from None
         if _text(self._descriptor) != self._own_text:
             raise LockHeldError(_text(self._descriptor))
+
+    @property
+    def own_text(self) -> str:
+        """Return the text that the lock file contains while this object holds the lock."""
+        return self._own_text
 
     @property
     def is_held_here(self) -> bool:
@@ -163,8 +168,11 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _last_holder(path: Path) -> str:
-    """Return the name in a lock file that another process created: its current or last holder."""
+def last_holder(path: Path) -> str:
+    """Return the name in a lock file that another process created: its current or last holder.
+
+    Returns "another process" if the file does not contain the name or cannot be read.
+    """
     try:
         descriptor = open_file(path)
     except OSError:

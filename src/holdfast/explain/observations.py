@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
+from holdfast.core.run_requests import REQUESTED_FROM_OUTSIDE
 from holdfast.core.text import counted
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import is_signal_name
@@ -257,7 +258,7 @@ def unanswered_signal(events: Iterable[Event]) -> Event | None:
 
 
 def source_of_stop(request: Event) -> str | None:
-    """Return what requested a stop: the name of a signal, or "max_time".
+    """Return what requested a stop: the name of a signal, "max_time" or "holdfast stop".
 
     Return None if the script itself requested it.
     """
@@ -278,6 +279,8 @@ def source_of_reason(reason: object) -> str | None:
         return None
     if is_signal_name(reason):
         return reason
+    if reason == REQUESTED_FROM_OUTSIDE:
+        return "holdfast stop"
     # `guard.run.time_limit` begins its reasons with this word.
     if reason.startswith("max_time:"):
         return "max_time"

@@ -5,6 +5,7 @@ lock          held while a guard is open; the second rank holds lock.rank1, and 
 recorder/     the recordings, one for each rank
 checkpoints/  see ``checkpoint.store``
 images/       see ``images``
+requests/     see ``core.run_requests``
 """
 
 from __future__ import annotations
@@ -226,6 +227,11 @@ class RunDirectory:
             self._lock.hold()
             return True
         return False
+
+    @property
+    def holder(self) -> str:
+        """Return the name of this process in the lock, once the lock was taken."""
+        return self._lock.own_text
 
     def release(self) -> None:
         """Release the lock, if this process holds it."""

@@ -196,7 +196,7 @@ class Guard:
         context = RunContext.of(
             self._parts, self.policy, self._record, ranks, self._cursor, schedules
         )
-        self._session = Session(context, self._directory, clock)
+        self._session = Session(context, self._directory, clock, self._asked)
         self._engine = StepEngine(context, split, self._session.reserves)
         recovery = Recovery(self._session)
         timing = DecisionTiming(context, self._framework())
@@ -294,7 +294,8 @@ class Guard:
 
         All ranks return the same reason, regardless of which rank received the request. The signals
         that stop a run are set by ``Policy.stop_signals``. If the time of the run is nearly over,
-        the reason begins with ``"max_time"``; see ``Policy.max_time``.
+        the reason begins with ``"max_time"``; see ``Policy.max_time``. After `holdfast stop`, it is
+        ``"requested from outside"``.
         """
         return self._stop.reason
 
@@ -329,6 +330,36 @@ class Guard:
         """Return all events of the run, oldest first, including those of earlier processes."""
         self._settle_to_read()
         return self._record.events()
+
+    def save(self) -> None:
+        """Save a checkpoint of the current state, whether or not one is due.
+
+        Inside the loop over `batches`, the checkpoint is saved at the end of the current batch,
+        since only then is the work of the loop body complete. It is written before the next batch
+        is yielded. Anywhere else, it is written before this method returns; after the loop, this
+        method does the same as `close`.
+
+        If a checkpoint already holds the current state, nothing is saved. If the save fails, the
+        failure is recorded, and training continues. A state with NaN or Inf is not saved.
+
+        With several ranks, all of them must call this method at the same point.
+
+        Raises:
+            BatchError: H209 if the loss function calls this method.
+            PolicyError: H105 if the guard saves no checkpoints, or inside `averaged`.
+            RankError: H116 if the ranks are at different points of the program, H114 if a rank does
+                not arrive.
+        """
+        self._session.check_may_save()
+        if not self._session.is_open:
+            self.close()
+            return
+        self._ranks.agree("guard.save", dict)
+        if self._session.state.in_loop:
+            self._boundaries.save_at_boundary()
+            return
+        with naming_lack_of_memory("saving a checkpoint"):
+            self._boundaries.save_outside()
 
     def request_stop(self, reason: str = "requested") -> None:
         """Ask the run to save a checkpoint and stop at the next boundary.

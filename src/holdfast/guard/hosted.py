@@ -290,8 +290,8 @@ class HostedGuard(Guard):
     def stop_ends_process(self) -> bool:
         """Return whether a signal, or the end of the time, asked the run to stop.
 
-        With several ranks, any of them may have received the signal. All ranks learn of the request
-        in the same step.
+        With several ranks, any of them may have received the request. All ranks learn of it in the
+        same step.
         """
         return self._stop.ends_process
 
@@ -310,7 +310,7 @@ class HostedGuard(Guard):
         self._release("stopped")
 
     def stop_exception(self) -> BaseException | None:
-        """Return the exception to raise once the framework has saved after a signal, or None.
+        """Return the exception to raise once the framework has saved after a request, or None.
 
         All ranks must call this method. It waits for the rank that saves, since a launcher kills
         all ranks when one of them exits.

@@ -1,7 +1,8 @@
 """How the training process handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C.
 
 `Policy.stop_signals` determines which signals stop a run. The script can also request a stop by
-calling `Guard.request_stop`. `StopRequest` holds the request and the signal handler:
+calling `Guard.request_stop`, and `holdfast stop` requests one from outside (``outside_requests``).
+`StopRequest` holds the request and the signal handler:
 
 1. **The first signal** is stored and announced on stderr, and the script's own handler is called,
    if there is one. Our handler neither saves nor contacts other ranks. At its next boundary, the
@@ -79,7 +80,7 @@ class StopRequest:
     ) -> None:
         # Why the run was asked to stop: the name of a signal, or the reason passed to `request`.
         self.reason: str | None = None
-        # The signal that asked the run to stop. None if `request` was called instead.
+        # The signal that asked the run to stop. None if there was none.
         self.signal: signal.Signals | None = None
         # The rank that received the request, if the run has several ranks.
         self.rank: int | None = None
@@ -140,9 +141,8 @@ class StopRequest:
             ends_process: Whether the request ends the whole script, as a signal does, and not only
                 its current loop.
         """
-        if self.reason is None:
-            self.reason = reason
-            self._ends_process = ends_process
+        self.reason = self.reason or reason
+        self._ends_process = self._ends_process or ends_process
 
     def honor(self) -> None:
         """Record that the loop ends because of the request."""

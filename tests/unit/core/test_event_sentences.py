@@ -91,6 +91,10 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         run.StopRequested(reason="preempted", signal="SIGTERM", asked_rank=3),
         ("preempted", "SIGTERM", "rank 3"),
     ),
+    (
+        run.RequestReceived(action="save", sender="process 812 on login1"),
+        ("holdfast save", "process 812 on login1"),
+    ),
     (run.SignalLeftAlone(signal="SIGUSR1"), ("SIGUSR1",)),
     (
         run.TimeLimited(end=1764534622.0, what="Slurm ends job 4711"),

@@ -271,7 +271,7 @@ class BeginsAnew(EventData):
 
 
 class StopRequested(EventData):
-    """A signal or a call asked the run to stop.
+    """A signal, a call or `holdfast stop` asked the run to stop.
 
     With several ranks, `asked_rank` is the rank that received the request. All ranks stop.
     """
@@ -327,6 +327,20 @@ class EndOfJobUnknown(EventData):
             f"the run does not stop before Slurm ends job {self.job}: {self.why}. To stop in time,"
             f" {self.fix}"
         )
+
+
+class RequestReceived(EventData):
+    """A command asked the run to save a checkpoint or to stop, as the run noticed at a boundary.
+
+    `sender` is the process of the command.
+    """
+
+    action: Literal["save", "stop"]
+    sender: str
+
+    def __str__(self) -> str:
+        purpose = "a checkpoint" if self.action == "save" else "a stop"
+        return f"`holdfast {self.action}` requested {purpose} ({self.sender})"
 
 
 class SignalLeftAlone(EventData):

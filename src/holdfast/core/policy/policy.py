@@ -249,9 +249,9 @@ class Policy:
     before the end of the Slurm job, if there is one. None: no limit, not even under Slurm."""
 
     stop_exit_code: kinds.ExitCodeOrNone = None
-    """Exit code after a signal or ``max_time`` stops the run: `batches` saves and then raises
-    ``SystemExit`` with this code, so code after the loop does not run. None: the loop ends, and the
-    script continues after it."""
+    """Exit code after a signal, `holdfast stop` or ``max_time`` stops the run: `batches` saves and
+    then raises ``SystemExit`` with this code, so code after the loop does not run. None: the loop
+    ends, and the script continues after it."""
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:

@@ -124,6 +124,8 @@ class Loop:
         self._reported_loaders = False
         # Whether the most recent loop was left early, without a stop request.
         self._was_left = False
+        # Whether the script has asked for a save at the next boundary.
+        self._save_requested = False
         # The generator of the most recent loop.
         self._under_way: Generator[Any] | None = None
         watch(self)
@@ -208,6 +210,7 @@ class Loop:
         except GeneratorExit:
             with self._record.errors():
                 how = "stopped" if self._save_as_asked() else "left"
+                self._save_as_requested()
             raise
         except BaseException as error:
             self._note_failure(error)
@@ -226,6 +229,7 @@ class Loop:
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
         self._steps.settle()
         self._state.enter_loop()
+        self._save_requested = False
         begun = run_events.LoopStarted(
             resume_promise=cursor.promise,
             epoch=cursor.epoch,
@@ -320,6 +324,18 @@ class Loop:
         self._session.save()
         return True
 
+    def _save_as_requested(self) -> None:
+        """Save a checkpoint if the script has asked for one in the batch in which it left the loop.
+
+        With several ranks, nothing is saved, because the other ranks may still be in their loops.
+        """
+        if not self._save_requested or self._ranks.world_size > 1:
+            return
+        self._steps.settle()
+        if self._session.saving.may_save_more:
+            self.count_batch()
+            self._session.save()
+
     def _honor_stop(self) -> None:
         """If a stop was requested, record once that this loop ends because of the request."""
         if self._stop.reason is not None and not self._stop.honored:
@@ -361,6 +377,7 @@ class Loop:
             self._own_steps.end_batch()
             self._recover_from_failed_step()
             self._session.check_averages()
+            self._session.requests.poll()
             self._settle_if_due(limits)
             if self._state.must_rewind:
                 # A step has restored an earlier state. The rest of the loop body has run since then
@@ -406,7 +423,8 @@ class Loop:
             return
         global_step = self._record.global_step
         may_end = self._stop.reason is not None or limits.are_reached(epochs=0, steps=global_step)
-        if may_end or self._saves.is_due() or self._session.snapshots.is_due(global_step):
+        may_save = self._save_requested or self._saves.is_due()
+        if may_end or may_save or self._session.snapshots.is_due(global_step):
             self._steps.settle()
             self._own_steps.flush()
 
@@ -526,21 +544,27 @@ class Loop:
             self._steps.settle()
         else:
             self._session.take_snapshot()
-            if not self._saves.take_due():
-                return
-            if self._session.is_calm:
-                self._postponed = False
-                self._session.save_when_due()
-                refused = self._saves.take_refusal()
-            elif not self._postponed:
-                self._record.emit(
-                    run_events.SavePostponed(
-                        why="loss or gradient norm are unusually high, so saving waits"
-                    )
-                )
-                self._postponed = True
+            if self._save_requested:
+                self._save_requested = False
+                self._session.save()
+            elif self._saves.take_due():
+                self._save_or_postpone()
+            refused = self._saves.take_refusal()
         if refused is not None:
             self._recovery.after_refused_save(refused)
+
+    def _save_or_postpone(self) -> None:
+        """Start the save that is due, unless the loss or the gradient norm is unusually high."""
+        if self._session.is_calm:
+            self._postponed = False
+            self._session.save_when_due()
+        elif not self._postponed:
+            self._record.emit(
+                run_events.SavePostponed(
+                    why="loss or gradient norm are unusually high, so saving waits"
+                )
+            )
+            self._postponed = True
 
     def _progress(self) -> tuple[int, int]:
         """Return the numbers of committed and skipped steps, one of which changes in every step.
@@ -558,12 +582,23 @@ class Loop:
                 self._session.cursor.advance(used=True)
             self._state.boundary()
 
+    def save_at_boundary(self) -> None:
+        """Save a checkpoint at the next boundary, because the script has asked for it."""
+        self._save_requested = True
+
+    def save_outside(self) -> None:
+        """Save a checkpoint now, because a script without a loop has asked for it."""
+        self._steps.settle()
+        self.count_batch()
+        self._session.save()
+
     def boundary_outside(self) -> None:
         """Save if a save is due, in a script that does not iterate `Guard.batches`.
 
         This is called at the beginning of a step, when the previous step is complete.
         """
         self._time_limit.check()
+        self._session.requests.poll()
         self._settle_if_due(Limits(epochs=None, steps=None))
         self._state.boundary()
         self._save_if_due()

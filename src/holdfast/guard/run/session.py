@@ -24,6 +24,7 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.context import RunContext
 from holdfast.guard.directory import RunDirectory
+from holdfast.guard.outside_requests import OutsideRequests
 from holdfast.guard.record import End, describe_error
 from holdfast.guard.result import Statistics
 from holdfast.guard.run.last_steps import note_last_step
@@ -45,6 +46,7 @@ from holdfast.guard.saving.snapshots import Snapshots
 from holdfast.guard.saving.unsaved import forget_left_steps
 from holdfast.guard.saving.writer_thread import WriterThread
 from holdfast.guard.splitting.loss_functions import called_inside
+from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
@@ -66,9 +68,12 @@ class Session:
         context: The shared objects of the run.
         directory: The run directory.
         clock: The source of time.
+        stop: The stop request of this process.
     """
 
-    def __init__(self, context: RunContext, directory: RunDirectory, clock: Clock) -> None:
+    def __init__(
+        self, context: RunContext, directory: RunDirectory, clock: Clock, stop: StopRequest
+    ) -> None:
         self._directory = directory
         self.clock = clock
         self._loss_scale = context.loss_scale
@@ -87,6 +92,14 @@ class Session:
         self.saved_state = SavedState(context, directory, chooser)
         self._save_results = SaveResults(directory)
         self.saving = self._new_saving(context, chooser)
+        self.requests = OutsideRequests(
+            directory=directory,
+            stop=stop,
+            saving=self.saving,
+            record=context.record,
+            clock=clock,
+            is_enabled=context.ranks.rank == 0,
+        )
         self.end_report = EndReport(
             directory.path, context.record, self.saving, self._save_results, context.ranks.rank
         )
@@ -158,6 +171,7 @@ class Session:
         try:
             if self.ranks.rank == 0:
                 self._store.clean_up()
+            self.requests.open()
             self._check_not_continued()
             self.record.open()
             announce_recording(self._directory.path)
@@ -193,6 +207,24 @@ class Session:
         if self.state.is_attempting:
             raise called_inside("step")
         self.check_averages()
+
+    def check_may_save(self) -> None:
+        """Raise an error if the script must not, or can not, save a checkpoint now.
+
+        Raises:
+            BatchError: H209 if a step is in progress.
+            PolicyError: H105 if the models hold averaged weights, or if the run saves nothing.
+        """
+        if self.state.is_attempting:
+            raise called_inside("save")
+        self.check_averages()
+        if self.policy.save_interval_steps is None:
+            raise PolicyError(
+                "guard.save() in a run that saves no checkpoints",
+                limit="save_interval_steps is None, by your policy or because a framework saves",
+                fix='set save_interval_steps="auto", or save with the framework.',
+                rule="H105",
+            )
 
     def check_averages(self, *, required: bool = False) -> None:
         """Raise H105 if the models hold averaged weights at the moment.
@@ -252,6 +284,7 @@ class Session:
                 if how == "left":
                     self.end_report.report_left_steps()
                 self._report_late_steps()
+                self.requests.close()
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:

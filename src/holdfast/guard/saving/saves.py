@@ -30,10 +30,12 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import NonFiniteError, RunDirectoryError
 from holdfast.core.text import counted
 from holdfast.guard.phase import RunState
+from holdfast.guard.record import describe_error
 from holdfast.guard.saving.directory_check import DirectoryCheck
+from holdfast.guard.saving.requested_saves import OnEnd, RequestedSaves
 from holdfast.guard.saving.save_results import SaveResults
 from holdfast.guard.saving.save_schedule import SaveSchedule
-from holdfast.guard.saving.save_writer import NamedTensors, Save, SaveWriter
+from holdfast.guard.saving.save_writer import NamedTensors, NonFinite, Save, SaveWriter
 from holdfast.guard.saving.writer_thread import WriterThread
 from holdfast.loader.signalled import let_through
 
@@ -94,16 +96,19 @@ class Saving:
         self._results = results
         self._directory_check = directory_check
         self._clock = clock
+        self._requested = RequestedSaves()
 
     # --- facts
 
     def is_due(self, after_steps: int = 0, saved_after: int | None = None) -> bool:
-        """Return whether a save is due; see `SaveSchedule`.
+        """Return whether a save is due, on request or according to `SaveSchedule`.
 
         Args:
             after_steps: If not 0, return whether a save will be due after this many more steps.
             saved_after: If not None, assume that a save will be made after this many more steps.
         """
+        if self._requested.are_waiting and saved_after is None:
+            return True
         return self._schedule.is_due(after_steps, saved_after)
 
     @property
@@ -147,6 +152,42 @@ class Saving:
     def take_refusal(self) -> str | None:
         """Return why a save has been refused since the last call, or None."""
         return self._results.take_refusal()
+
+    # --- save on request
+
+    def request(self, on_end: OnEnd) -> None:
+        """Make a save due at the next boundary.
+
+        Args:
+            on_end: Function that is called with the result, perhaps in another thread. If the
+                current state is already saved, it is called at once.
+        """
+        if not self._schedule.is_enabled:
+            on_end(
+                None,
+                "this guard saves no checkpoints (save_interval_steps is None, or a framework"
+                " saves them)",
+            )
+            return
+        self.collect()
+        if self._results.is_saved(self._state.position()):
+            on_end(self._results.newest, None)
+            return
+        self._requested.add(on_end)
+
+    def end_requests(self) -> None:
+        """End all requests that no save has answered, because the run is closed."""
+        self._requested.end_all("the run has ended without saving its state")
+
+    @property
+    def newest(self) -> Entry | None:
+        """Return the newest checkpoint that was saved or loaded."""
+        return self._results.newest
+
+    @property
+    def newest_failure(self) -> str | None:
+        """Return why the newest save has failed. None if it succeeded."""
+        return self._results.newest_failure
 
     # --- save in the training thread
 
@@ -206,7 +247,7 @@ class Saving:
                 raise _first_save_error(error) from error
             self._record_early_failure(error, started)
             return
-        self._schedule.note_attempt()
+        self._note_attempt()
         try:
             shot = snapshot(self._state.components(), self.global_step)
         except Exception as error:
@@ -221,7 +262,7 @@ class Saving:
             started=started,
             is_first=True,
         )
-        self._writer.carry_out(save, nonfinite_tensors)
+        self._carry_out(save, nonfinite_tensors)
         if save.error is not None and _is_lasting(save.error):
             self._schedule.forget_attempt()
             raise _first_save_error(save.error) from save.error
@@ -238,7 +279,7 @@ class Saving:
         except OSError as error:
             self._record_early_failure(error, started)
             return
-        self._schedule.note_attempt()
+        self._note_attempt()
         try:
             shot = snapshot(self._state.components(), self.global_step)
         except Exception as error:  # noqa: BLE001 - the user's state_dict may raise anything
@@ -251,7 +292,7 @@ class Saving:
             position=self._state.position(),
             started=started,
         )
-        self._writer.carry_out(save, nonfinite_tensors)
+        self._carry_out(save, nonfinite_tensors)
         self._process_result(save)
 
     def _record_early_failure(self, error: Exception, started: float) -> None:
@@ -261,9 +302,32 @@ class Saving:
             error: The error.
             started: The time when the save started.
         """
-        self._schedule.note_attempt()
+        self._note_attempt()
         self._results.add_failure(error)
         self._writer.fail_early(error, started)
+        self._requested.note_end(None, describe_error(error))
+
+    def _note_attempt(self) -> None:
+        """Record that a save is attempted now."""
+        self._schedule.note_attempt()
+        self._requested.note_attempt()
+
+    def _carry_out(self, save: Save, find_nonfinite: Callable[[NamedTensors], NonFinite]) -> Save:
+        """Carry out a save, in the training thread or in the writer thread."""
+        self._writer.carry_out(save, find_nonfinite)
+        self._end_requests_of(save)
+        return save
+
+    def _end_requests_of(self, save: Save) -> None:
+        """Pass the result of a save on to those who have requested it.
+
+        This does not wait until the training thread processes the result, which may take as long as
+        a step.
+        """
+        problem = save.refused
+        if save.error is not None:
+            problem = describe_error(save.error)
+        self._requested.note_end(save.entry, problem)
 
     # --- save in the background
 
@@ -317,7 +381,7 @@ class Saving:
         if buffers is None:
             return _Start.NOT_READY if self._thread.has_job else _Start.IMPOSSIBLE
         self._directory_check.check()
-        self._schedule.note_attempt()
+        self._note_attempt()
         shot = snapshot(encoded, self.global_step, buffers)
         copies, not_copied = _copies_in(shot, self._state.must_be_finite())
         # Some tensors have no copy, because the checkpoint stores them in another form or not at
@@ -334,10 +398,11 @@ class Saving:
         )
         if bad[1] and not self._writer.are_several:
             self._writer.refuse(save, bad)
+            self._end_requests_of(save)
             self._process_result(save)
             return _Start.STARTED
         try:
-            self._thread.start(lambda: self._writer.carry_out(save, nonfinite_copies))
+            self._thread.start(lambda: self._carry_out(save, nonfinite_copies))
         except (MemoryError, RuntimeError) as error:
             if self._writer.are_several:
                 raise

@@ -24,12 +24,13 @@ from holdfast.guard.state.states import StateKeeper, changeable_states
 
 # --- forbidden calls
 
-Called: TypeAlias = Literal["backward", "step", "zero_grad"]
+Called: TypeAlias = Literal["backward", "save", "step", "zero_grad"]
 _FIX = {
     "backward": (
         "remove loss.backward() and return the loss with its graph: guard.step runs backward. For"
         " any other gradient, such as that of an input, use torch.autograd.grad(loss, x)."
     ),
+    "save": "call guard.save() in the loop body, after guard.step.",
     "step": (
         "remove optimizer.step(), and scaler.step() around it: guard.step runs it after checking"
         " the gradients. To step one of several optimizers, name it: guard.step(batch, loss_fn,"
