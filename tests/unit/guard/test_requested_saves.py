@@ -1,8 +1,12 @@
-"""`guard.save()`: a checkpoint when the script asks for it, inside its loop and outside."""
+"""Saves and stops on request: by `guard.save()`, inside a loop and outside, and by commands."""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -12,6 +16,9 @@ from torch import nn
 import holdfast
 from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.store import Store
+from holdfast.core.run_requests import Action, Request, RequestFolder
+from holdfast.guard import outside_requests
+from holdfast.guard.saving import save_writer
 
 
 class Counter:
@@ -112,3 +119,48 @@ def test_a_save_that_cannot_be_made_is_refused(tmp_path):
     with pytest.raises(holdfast.PolicyError) as never:
         without.save()
     assert never.value.rule == "H105"
+
+
+def ask(run_dir: Path, action: Action) -> Request:
+    """Send a request to this process, as a command in another process does."""
+    return RequestFolder(run_dir).send(action, f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def test_a_save_that_fails_is_answered_with_its_error(tmp_path, monkeypatch):
+    """Training continues, and whoever has asked does not wait until the time is up."""
+    monkeypatch.setattr(outside_requests, "_POLL_SECONDS", 0.0)
+    model = nn.Linear(2, 1)
+    guard = guard_of(tmp_path, model)
+    request = None
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, square_of(model))
+        if guard.global_step == 2:
+            monkeypatch.setattr(save_writer, "write", full_disk)
+            request = ask(tmp_path, "save")
+    answer = RequestFolder(tmp_path).answer_to(request)
+
+    assert guard.global_step == 6
+    assert answer.checkpoint is None
+    assert "No space left on device" in answer.problem
+
+
+def full_disk(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_stop_from_outside_ends_all_loops_of_a_script(tmp_path, monkeypatch):
+    """As after a signal, the process ends when the next loop begins."""
+    monkeypatch.setattr(outside_requests, "_POLL_SECONDS", 0.0)
+    model = nn.Linear(2, 1)
+    guard = guard_of(tmp_path, model)
+    for batch in guard.batches(max_steps=4):
+        guard.step(batch, square_of(model))
+        if guard.global_step == 2:
+            ask(tmp_path, "stop")
+    with pytest.raises(SystemExit) as ended:
+        next(iter(guard.batches(max_steps=6)))
+
+    assert ended.value.code == 0
+    assert guard.global_step == 2
+    assert guard.stop_reason == "requested from outside"
+    assert saved_steps(tmp_path)[-1] == 2
