@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
-
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
@@ -156,8 +154,3 @@ def _relative_difference(earlier: float, now: float) -> float:
     if not (math.isfinite(earlier) and math.isfinite(now)):
         return math.inf
     return abs(now - earlier) / max(abs(earlier), abs(now))
-
-
-def is_deterministic(device_type: str) -> bool:
-    """Return whether a repeated step has the same bits on this type of device."""
-    return device_type == "cpu" or torch.are_deterministic_algorithms_enabled()

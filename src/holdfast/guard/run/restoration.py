@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint.interval import SaveCost
 from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.read_errors import reading
@@ -21,7 +23,6 @@ from holdfast.guard.cursor import check_position
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.ranks.interface import Ranks
 from holdfast.guard.record import describe_error
-from holdfast.guard.repeated_steps import is_deterministic
 from holdfast.guard.run.last_steps import last_step
 from holdfast.guard.run.saved_state import SavedState
 from holdfast.guard.saving.components import (
@@ -141,7 +142,7 @@ class Restoration:
         if ranks_in(training) != self._ranks.world_size:
             return
         self._record.compare_repeated_steps(
-            is_exact=is_deterministic(self._parts.device_type()), precision=self._policy.precision
+            is_exact=_is_deterministic(self._parts.device_type()), precision=self._policy.precision
         )
 
     def _same_for_all(self) -> dict[str, Any]:
@@ -415,3 +416,8 @@ def check_own(training: Mapping[str, Any]) -> None:
         {**training["settings"]},
         {**training["schedulers"]},
     )
+
+
+def _is_deterministic(device_type: str) -> bool:
+    """Return whether a repeated step has the same bits on this type of device."""
+    return device_type == "cpu" or torch.are_deterministic_algorithms_enabled()
