@@ -303,6 +303,26 @@ def test_a_grad_scaler_changes_neither_loss_nor_norm(tmp_path, fused):
     assert scaled.grad_norm == pytest.approx(plain.grad_norm)
 
 
+def test_a_stop_waits_for_each_optimizer_that_accumulates(tmp_path):
+    """A generator that steps every third batch is in no checkpoint in the middle of its step."""
+    models = {"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 1)}
+    optimizers = {
+        name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()
+    }
+    guard = guarded(tmp_path, models, optimizers, loader=DATA)
+
+    for number, batch in enumerate(guard.batches(max_epochs=9), start=1):
+        step_by_hand(models["discriminator"], optimizers["discriminator"], batch)
+        square_of(models["generator"])(batch).backward()
+        if number % 3 == 0:
+            optimizers["generator"].step()
+            optimizers["generator"].zero_grad()
+        if number == 4:
+            guard.request_stop()
+
+    assert guard.global_step == 6 + 2
+
+
 # --- accumulation over the end of an epoch
 
 

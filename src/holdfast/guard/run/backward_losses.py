@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from holdfast.guard.parts import Parts
 
@@ -104,7 +105,7 @@ class BackwardLosses:
 
     def _add(self, roots: object) -> None:
         """Add the losses among the tensors on which ``backward`` is called."""
-        if self._sum is not None and not self._has_gradients():
+        if self._sum is not None and not any(map(has_gradients, self._parts.optimizers.values())):
             # The gradients of the earlier losses were discarded, as when `GradScaler` or the script
             # skips a step, or when LBFGS evaluates its closure again.
             self._sum = None
@@ -112,14 +113,6 @@ class BackwardLosses:
             if _is_loss(root):
                 loss = self._unscaled(root.detach().float().reshape(()))
                 self._sum = loss if self._sum is None else self._sum + loss.to(self._sum.device)
-
-    def _has_gradients(self) -> bool:
-        return any(
-            parameter.grad is not None
-            for optimizer in self._parts.optimizers.values()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
 
     def _unscaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Divide a loss by the scale of the ``GradScaler``, if it is in use."""
@@ -130,6 +123,15 @@ class BackwardLosses:
             # `GradScaler.scale` has not been called yet.
             return loss
         return loss * scale.to(loss.device, non_blocking=True).float().reciprocal().reshape(())
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether any parameter of an optimizer has a gradient."""
+    return any(
+        parameter.grad is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def _is_loss(root: object) -> TypeGuard[torch.Tensor]:

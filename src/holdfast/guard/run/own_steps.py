@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from holdfast.core.errors import BatchError
 from holdfast.core.events import run_events
 from holdfast.guard.phase import RunState
-from holdfast.guard.run.backward_losses import BackwardLosses
+from holdfast.guard.run.backward_losses import BackwardLosses, has_gradients
 from holdfast.guard.run.session import Session
 from holdfast.memory.host_copy import HostCopy
 from holdfast.memory.tensors import versions_of
@@ -38,6 +38,10 @@ from holdfast.recorder.black_box import StepMark
 # The states of all guards in this process. They are needed because a loop that was never closed
 # must not refuse the steps of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
+
+# An optimizer that has not stepped in this many batches is not accumulating gradients. Its model
+# may be frozen, and receive gradients only because they pass through it.
+_MOST_BATCHES_OF_A_STEP = 100
 
 # The code of the function in which torch wraps the ``step`` of every optimizer to call the hooks.
 _STEP_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
@@ -107,6 +111,8 @@ class OwnSteps:
         self._failed: str | None = None
         # Whether a step was taken since the last boundary.
         self._stepped_in_batch = False
+        # The number of batches since the last step of each optimizer, or since the loop began.
+        self._batches_since_step = dict.fromkeys(session.parts.optimizers, 0)
         # Whether the loop was reported to change the weights without a step that is counted.
         self._has_unseen_steps = False
         # The versions of the weights before the batch, until the first step is counted.
@@ -140,7 +146,11 @@ class OwnSteps:
         if self._why_not is not None or self._guard_has_stepped or self._has_unseen_steps:
             return False
         if self._loop_has_stepped:
-            return not self._stepped_in_batch
+            return not self._stepped_in_batch or any(
+                0 < batches < _MOST_BATCHES_OF_A_STEP
+                and has_gradients(self._parts.optimizers[name])
+                for name, batches in self._batches_since_step.items()
+            )
         # Before the first step, new gradients exist only if the loop has called backward.
         return not self._had_gradients and self._has_gradients()
 
@@ -155,6 +165,8 @@ class OwnSteps:
     def begin_batch(self) -> None:
         """Record that the loop body receives a batch."""
         self._stepped_in_batch = False
+        for name in self._batches_since_step:
+            self._batches_since_step[name] += 1
         if self._may_miss_steps:
             self._versions = self._versions_of_weights()
 
@@ -247,6 +259,7 @@ class OwnSteps:
 
     def __enter__(self) -> None:
         self._left_with_gradients = False
+        self._batches_since_step = dict.fromkeys(self._parts.optimizers, 0)
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
         self._had_gradients = self._has_gradients()
         self._last_step_at = self._clock.monotonic_seconds()
@@ -323,6 +336,7 @@ class OwnSteps:
         assert name is not None
         self._stepping = None
         self._stepped_in_batch = True
+        self._batches_since_step[name] = 0
         now = self._clock.monotonic_seconds()
         self._record.count_step()
         self._session.counters.note_good_step(self._record.global_step)

@@ -125,20 +125,24 @@ class Restoration:
             )
         )
         self._report_lost_state_of_ranks(training)
-        self._compare_repeated_steps()
+        self._compare_repeated_steps(training)
         return entry.path
 
-    def _compare_repeated_steps(self) -> None:
+    def _compare_repeated_steps(self, training: dict[str, Any]) -> None:
         """Let the recording compare the steps that the run is about to repeat.
 
-        Without a promise that the run reads the same batches, a difference would mean nothing.
+        This is done only if the run will read the same batches and divide them among as many ranks
+        as before. Otherwise, a difference would mean nothing.
+
+        Args:
+            training: The guard's own part of the saved state.
         """
         if self._cursor is None or self._cursor.unkept is not None or self._ranks.rank != 0:
             return
-        is_on_cpu = self._parts.device_type() == "cpu"
+        if ranks_in(training) != self._ranks.world_size:
+            return
         self._record.compare_repeated_steps(
-            is_exact=is_on_cpu or torch.are_deterministic_algorithms_enabled(),
-            precision=self._policy.precision,
+            is_exact=_is_deterministic(self._parts.device_type()), precision=self._policy.precision
         )
 
     def _same_for_all(self) -> dict[str, Any]:
@@ -412,3 +416,8 @@ def check_own(training: Mapping[str, Any]) -> None:
         {**training["settings"]},
         {**training["schedulers"]},
     )
+
+
+def _is_deterministic(device_type: str) -> bool:
+    """Return whether a repeated step has the same bits on this type of device."""
+    return device_type == "cpu" or torch.are_deterministic_algorithms_enabled()
