@@ -147,6 +147,11 @@ class DemoRun:
             self.first_difference(reference) is None and self.digests[-1] == reference.digests[-1]
         )
 
+    def same_before(self, reference: DemoRun, step: int) -> bool:
+        """Say whether this run had the state of its reference at every earlier step."""
+        differs = self.first_difference(reference)
+        return differs is None or differs >= step
+
     def first_difference(self, reference: DemoRun) -> int | None:
         """Return the first step that left another state than the reference had after as many
         steps, if any did.
