@@ -10,15 +10,12 @@ Steps that no checkpoint could contain are refused before they change a weight.
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,10 +27,14 @@ from holdfast.core.events import run_events
 from holdfast.guard.phase import RunState
 from holdfast.guard.run.backward_losses import BackwardLosses, has_gradients
 from holdfast.guard.run.session import Session
+from holdfast.guard.run.taken_steps import (
+    TakenStep,
+    TakenSteps,
+    copy_to_host,
+    norm_of_gradients,
+)
+from holdfast.guard.run.unseen_steps import UnseenSteps
 from holdfast.memory.host_copy import HostCopy
-from holdfast.memory.tensors import versions_of
-from holdfast.numerics.spikes import Level
-from holdfast.recorder.black_box import StepMark
 
 # The states of all guards in this process. They are needed because a loop that was never closed
 # must not refuse the steps of another guard.
@@ -45,26 +46,6 @@ _MOST_BATCHES_OF_A_STEP = 100
 
 # The code of the function in which torch wraps the ``step`` of every optimizer to call the hooks.
 _STEP_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TakenStep:
-    """A step that has been taken, and whose values may not have reached the host yet."""
-
-    optimizer: str
-    # None if the loop did not call ``backward`` on a loss.
-    loss: HostCopy | None
-    # The norm of all gradients. None if there were none before the step, as with LBFGS.
-    grad_norm: HostCopy | None
-    # Whether a fused optimizer skips the step on the device if ``GradScaler`` has found Inf.
-    may_be_skipped: bool
-    seconds: float
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all values can be read without waiting."""
-        values = (self.loss, self.grad_norm)
-        return all(value is None or value.is_complete for value in values)
 
 
 class OwnSteps:
@@ -113,19 +94,13 @@ class OwnSteps:
         self._stepped_in_batch = False
         # The number of batches since the last step of each optimizer, or since the loop began.
         self._batches_since_step = dict.fromkeys(session.parts.optimizers, 0)
-        # Whether the loop was reported to change the weights without a step that is counted.
-        self._has_unseen_steps = False
-        # The versions of the weights before the batch, until the first step is counted.
-        self._versions: list[int] = []
+        self._unseen = UnseenSteps(session)
         # Whether the previous loop ended between a call of ``backward`` and the step.
         self._left_with_gradients = False
-        # The newest step, until it is recorded.
-        self._newest: _TakenStep | None = None
+        self._taken = TakenSteps(session)
         self._losses = BackwardLosses(session.parts)
         # The norm of the gradients of the step in progress.
         self._grad_norm: HostCopy | None = None
-        # Whether the newest recorded step had NaN or Inf in its gradients.
-        self._was_nonfinite = False
         self._last_step_at = 0.0
         _states.add(session.state)
 
@@ -134,7 +109,7 @@ class OwnSteps:
     @property
     def are_recorded(self) -> bool:
         """Return whether the newest step has been recorded, so that `flush` does nothing."""
-        return self._newest is None
+        return self._taken.are_recorded
 
     @property
     def accumulates(self) -> bool:
@@ -143,7 +118,7 @@ class OwnSteps:
         The state between two batches of such a step is not saved, because a checkpoint holds no
         gradients.
         """
-        if self._why_not is not None or self._guard_has_stepped or self._has_unseen_steps:
+        if self._why_not is not None or self._guard_has_stepped or self._unseen.were_found:
             return False
         if self._loop_has_stepped:
             return not self._stepped_in_batch or any(
@@ -168,28 +143,19 @@ class OwnSteps:
         for name in self._batches_since_step:
             self._batches_since_step[name] += 1
         if self._may_miss_steps:
-            self._versions = self._versions_of_weights()
+            self._unseen.begin_batch()
 
     def end_batch(self) -> None:
         """Record that the loop body has finished with its batch."""
         if self._stepping is not None:
             self._note_failure()
         if self._may_miss_steps and self._losses.are_seen:
-            self._report_unseen_steps()
+            self._unseen.end_batch()
 
     @property
     def _may_miss_steps(self) -> bool:
         """Return whether no step was counted yet, so that the loop's steps may not be visible."""
-        return not (self._loop_has_stepped or self._guard_has_stepped or self._has_unseen_steps)
-
-    def _report_unseen_steps(self) -> None:
-        """Report it if the loop body has changed weights although no optimizer step was counted."""
-        if self._versions_of_weights() != self._versions:
-            self._has_unseen_steps = True
-            self._record.emit(run_events.StepsNotSeen())
-
-    def _versions_of_weights(self) -> list[int]:
-        return versions_of(parameter for _, parameter in self._parts.named_parameters())
+        return not (self._loop_has_stepped or self._guard_has_stepped or self._unseen.were_found)
 
     def take_failure(self) -> str | None:
         """Return the name of an optimizer whose step has failed since the last call, or None."""
@@ -199,49 +165,7 @@ class OwnSteps:
 
     def flush(self) -> None:
         """Record the newest step, and wait for its loss and gradient norm if necessary."""
-        step = self._newest
-        if step is None:
-            return
-        self._newest = None
-        loss = None if step.loss is None else float(step.loss.read())
-        norm = None if step.grad_norm is None else float(step.grad_norm.read())
-        self._record.step(
-            StepMark.COMMITTED,
-            None,
-            loss,
-            norm,
-            step.seconds,
-            "" if len(self._parts.optimizers) == 1 else step.optimizer,
-        )
-        if not step.may_be_skipped:
-            self._report_nonfinite(step.optimizer, loss, norm)
-        if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
-            self._report_spike(step.optimizer, loss, norm)
-
-    def _report_nonfinite(self, optimizer: str, loss: float | None, norm: float | None) -> None:
-        """Report the first of consecutive steps with NaN or Inf."""
-        is_nonfinite = any(value is not None and not math.isfinite(value) for value in (loss, norm))
-        if is_nonfinite and not self._was_nonfinite:
-            self._record.emit(
-                run_events.NonfiniteStepTaken(optimizer=optimizer, loss=loss, grad_norm=norm)
-            )
-        self._was_nonfinite = is_nonfinite
-
-    def _report_spike(self, optimizer: str, loss: float, norm: float) -> None:
-        """Compare a step with earlier ones, and report it if it is unusual."""
-        if self._session.policy.spike_action == "off":
-            return
-        spikes = self._session.spikes
-        level = spikes.judge(optimizer, loss, norm)
-        if level is not Level.CALM:
-            spike = run_events.Spike(
-                loss=loss,
-                grad_norm=norm,
-                usual_norm=spikes.usual_norm(optimizer),
-                level=level.name,
-            )
-            self._record.emit(spike)
-        spikes.accepted(optimizer, loss, norm)
+        self._taken.flush()
 
     def note_guarded_step(self) -> None:
         """Record that the script calls `Guard.step`.
@@ -337,23 +261,21 @@ class OwnSteps:
         self._stepping = None
         self._stepped_in_batch = True
         self._batches_since_step[name] = 0
-        now = self._clock.monotonic_seconds()
         self._record.count_step()
         self._session.counters.note_good_step(self._record.global_step)
-        loss = self._losses.take()
-        step = _TakenStep(
-            optimizer=name,
-            loss=_copy_to_host(loss),
-            grad_norm=self._grad_norm,
-            may_be_skipped=getattr(optimizer, "found_inf", None) is not None,
-            seconds=now - self._last_step_at,
-        )
-        self._newest = step
-        self._last_step_at = now
         self._state.committed()
         self._note_new_weights()
-        if step.is_complete:
-            self.flush()
+        now = self._clock.monotonic_seconds()
+        self._taken.add(
+            TakenStep(
+                optimizer=name,
+                loss=copy_to_host(self._losses.take()),
+                grad_norm=self._grad_norm,
+                may_be_skipped=getattr(optimizer, "found_inf", None) is not None,
+                seconds=now - self._last_step_at,
+            )
+        )
+        self._last_step_at = now
         self._session.check_new_state([name])
 
     def _begin(self, optimizer: Optimizer, name: str) -> None:
@@ -365,7 +287,7 @@ class OwnSteps:
             self._session.schedules.hand_over()
             self._record.allow_any_precision()
             self._record.emit(run_events.LoopSteps(optimizer=name))
-        self._grad_norm = _norm_of_gradients(optimizer)
+        self._grad_norm = norm_of_gradients(optimizer)
         self._stepping = optimizer
         self._state.begin()
         self._state.commit()
@@ -403,35 +325,6 @@ class OwnSteps:
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-
-
-def _norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
-    """Return the norm of all gradients of an optimizer, or None if it is unknown."""
-    gradients = [
-        parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None and parameter.grad.layout is torch.strided
-    ]
-    if not gradients:
-        return None
-    try:
-        norm = torch.nn.utils.get_total_norm(gradients).detach()
-        # A `GradScaler` leaves it to fused optimizers to divide the gradients by its scale.
-        scale = getattr(optimizer, "grad_scale", None)
-        if isinstance(scale, torch.Tensor):
-            norm = norm / scale.to(norm.device, non_blocking=True)
-    except (RuntimeError, NotImplementedError):
-        # The norm is only reported, so a tensor type without it must not end the script.
-        return None
-    return _copy_to_host(norm)
-
-
-def _copy_to_host(value: torch.Tensor | None) -> HostCopy | None:
-    """Return a copy of a loss or norm, or None if it has no value that could be copied."""
-    if value is None or value.is_meta:
-        return None
-    return HostCopy(value.reshape(()))
 
 
 def _calls_in_progress(optimizer: Optimizer) -> int:
