@@ -207,7 +207,7 @@ class Guard:
             self._session,
             _weak_call(self._open),
             self._trained_weights.remember,
-            why_guard_must_step(self._framework(), ranks.world_size),
+            self._why_guard_must_step(),
         )
         self._boundaries = Loop(
             self._session,
@@ -256,6 +256,13 @@ class Guard:
         `HostedGuard` overrides this.
         """
         return None
+
+    def _why_guard_must_step(self) -> str | None:
+        """Return why the loop must not step the optimizers itself, or None if it may.
+
+        `AcceleratedGuard` overrides this.
+        """
+        return why_guard_must_step(self._framework(), self._ranks.world_size)
 
     def _report_steps_left_behind(self) -> None:
         self._session.restoration.report_steps_left_behind()

@@ -297,7 +297,7 @@ def _optimizer_of(
         PolicyError: H105 if the scheduler drives an optimizer that was not passed to the guard, or
             if `counts_steps` is True and the optimizer cannot be identified.
     """
-    nearest = _nearest_optimizers(scheduler, optimizers)
+    nearest = nearest_optimizers(scheduler, optimizers)
     if name in nearest:
         return name
     if len(nearest) == 1:
@@ -324,7 +324,7 @@ def _optimizer_of(
     )
 
 
-def _nearest_optimizers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> list[str]:
+def nearest_optimizers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Return the names of the guard's optimizers that are nearest to a scheduler.
 
     The distance is the number of attributes on the path from the scheduler to the optimizer.

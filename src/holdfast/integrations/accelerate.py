@@ -140,6 +140,10 @@ class AcceleratedGuard(Guard):
 
     _batches_per_step = 1
 
+    def _why_guard_must_step(self) -> str:
+        """Return why the loop must not step the optimizers itself."""
+        return "the accelerator scales and skips steps in its own way, which no checkpoint holds"
+
     def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
         """Run one step on a batch from ``guard.batches``, as `Guard.step` does.
 

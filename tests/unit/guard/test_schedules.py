@@ -441,6 +441,46 @@ def two_optimizers() -> dict[str, Any]:
     return {"g": plain(), "d": plain()}
 
 
+class HoldsScheduler:
+    """State of a script that saves a scheduler itself."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> Any:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("passed", "reports"),
+    [
+        (lambda scheduler: {}, 1),
+        (lambda scheduler: {"scheduler": scheduler}, 0),
+        (lambda scheduler: {"scheduler": lr_scheduler.ChainedScheduler([scheduler])}, 0),
+        (lambda scheduler: {"state": {"mine": HoldsScheduler(scheduler)}}, 0),
+    ],
+)
+def test_a_scheduler_that_no_checkpoint_holds_is_reported_once(tmp_path, passed, reports):
+    """A resume would start it from its first step, so the guard says so before training."""
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    data = [torch.ones(4, 2)] * 3
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=data, **passed(scheduler)
+    )
+
+    for epochs in (1, 2):
+        for batch in guard.batches(max_epochs=epochs):
+            guard.step(batch, square_of(model))
+
+    found = [event for event in guard.events() if event.kind == "resume_may_differ"]
+    assert len(found) == reports
+
+
 def test_the_optimizer_of_a_scheduler_is_found_by_reference_or_by_name():
     """Through attributes, wrappers and wrapped optimizers; else its name decides."""
     optimizers = two_optimizers()

@@ -22,7 +22,7 @@ from holdfast.guard.run.own_steps import OwnSteps
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
 from holdfast.guard.run.time_limit import TimeLimit
-from holdfast.guard.saving.unkept import UnkeptNumbers
+from holdfast.guard.saving.unkept import UnkeptNumbers, optimizer_of_unkept_scheduler
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.epoch import take_unkept_loaders
@@ -121,6 +121,7 @@ class Loop:
         self._reported_unkept = False
         # Finds counters that are missing from checkpoints. None once one has been reported.
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
+        self._reported_scheduler = False
         self._reported_loaders = False
         # Whether the most recent loop was left early, without a stop request.
         self._was_left = False
@@ -239,6 +240,7 @@ class Loop:
         )
         self._record.emit(begun)
         self._report_unkept(cursor)
+        self._report_unkept_scheduler()
         self._epochs = 0
         # Discard the reports about loaders that were advanced before this loop, since only loaders
         # advanced inside the loop matter.
@@ -471,6 +473,22 @@ class Loop:
             return
         self._reported_unkept = True
         self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
+
+    def _report_unkept_scheduler(self) -> None:
+        """Report once that an optimizer has a scheduler that was not passed to the guard."""
+        if self._reported_scheduler:
+            return
+        name = optimizer_of_unkept_scheduler(self._session.parts)
+        if name is None:
+            return
+        self._reported_scheduler = True
+        why = (
+            f"none for the learning rate of optimizer {name!r}, because its scheduler was not"
+            " passed to the guard: after a resume, the scheduler starts again from its first step."
+            " Pass it: Guard(..., scheduler=scheduler). With scheduler_interval=None, the script"
+            " still steps it"
+        )
+        self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_numbers(self) -> None:
         """Report the first counter of a scheduler or optimizer that its ``state_dict`` lacks."""

@@ -1,7 +1,8 @@
-"""Find counters in schedulers and optimizers that are missing from their ``state_dict``.
+"""Find state of schedulers and optimizers that no checkpoint holds.
 
-After a resume, such a counter silently restarts from its initial value. For example, the learning
-rate may return to its value in the first step.
+This is a counter that is missing from a ``state_dict``, or a scheduler that was not passed to the
+guard. After a resume, it silently restarts from its initial value. For example, the learning rate
+may return to its value in the first step.
 """
 
 from __future__ import annotations
@@ -13,10 +14,32 @@ import torch
 
 from holdfast.guard.parts import Parts
 from holdfast.guard.scheduler_state import state_of
+from holdfast.guard.schedules import nearest_optimizers
 
 # The search for a number in a state stops after this many values. This covers the parameter groups,
 # but not the per-parameter state of a large model.
 _MOST_VALUES = 10_000
+
+
+def optimizer_of_unkept_scheduler(parts: Parts) -> str | None:
+    """Return the name of an optimizer that an unknown torch scheduler drives, or None.
+
+    A scheduler is known if it was passed to the guard, directly or inside another object.
+
+    Args:
+        parts: The objects of the run.
+    """
+    known = {
+        name
+        for holder in (*parts.schedulers.values(), *parts.states.values())
+        for name in nearest_optimizers(holder, parts.optimizers)
+    }
+    for name, optimizer in parts.optimizers.items():
+        # torch's schedulers replace the `step` of their optimizer by a wrapper with this mark.
+        has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if has_scheduler and name not in known:
+            return name
+    return None
 
 
 class UnkeptNumbers:
