@@ -65,10 +65,10 @@ def test_a_stopped_container_exits_with_the_code_that_starts_a_new_pod(tmp_path:
     assert pod.stdout.readline() == "resumed at 0\n"
     assert pod.stdout.readline() == "step\n"
     pod.send_signal(signal.SIGTERM)
-    made = 1 + pod.communicate(timeout=300)[0].count("step")
+    steps_of_first_pod = 1 + pod.communicate(timeout=300)[0].count("step")
     assert [pod.returncode] == codes
 
-    completed = start(made + 1)
+    completed = start(steps_of_first_pod + 1)
     printed, _ = completed.communicate(timeout=300)
-    assert printed == f"resumed at {made}\nstep\n"
+    assert printed == f"resumed at {steps_of_first_pod}\nstep\n"
     assert completed.returncode == 0

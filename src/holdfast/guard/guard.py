@@ -42,7 +42,7 @@ from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.joint_steps import JointSteps
 from holdfast.guard.run.loop import Loop
-from holdfast.guard.run.own_steps import OwnSteps, why_guard_must_step
+from holdfast.guard.run.own_steps import OwnSteps
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Steps
@@ -262,7 +262,11 @@ class Guard:
 
         `AcceleratedGuard` overrides this.
         """
-        return why_guard_must_step(self._framework(), self._ranks.world_size)
+        if self._framework() is not None:
+            return "a guard for a framework sees only the steps of guard.step"
+        if self._ranks.world_size > 1:
+            return "several ranks agree on saves and stops in guard.step"
+        return None
 
     def _report_steps_left_behind(self) -> None:
         self._session.restoration.report_steps_left_behind()
@@ -343,8 +347,9 @@ class Guard:
 
         Inside the loop over `batches`, the checkpoint is saved at the end of the current batch,
         since only then is the work of the loop body complete. It is written before the next batch
-        is yielded. Anywhere else, it is written before this method returns; after the loop, this
-        method does the same as `close`.
+        is yielded. A loop that accumulates gradients for its own ``optimizer.step()`` saves at the
+        end of the batch in which it steps. Anywhere else, the checkpoint is written before this
+        method returns; after the loop, this method does the same as `close`.
 
         If a checkpoint already holds the current state, nothing is saved. If the save fails, the
         failure is recorded, and training continues. A state with NaN or Inf is not saved.

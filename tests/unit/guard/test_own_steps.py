@@ -142,6 +142,25 @@ loop.train(after_step=lambda step: os._exit(9) if step == 4 else None)
     assert resumed.state() == undisturbed.state()
 
 
+def test_a_requested_save_is_not_made_in_the_middle_of_an_accumulation(tmp_path):
+    """A loop that is left there, after ``guard.save()``, resumes exactly from an earlier save."""
+    undisturbed = OwnLoop(tmp_path / "undisturbed", accumulate=4).train()
+    left = OwnLoop(tmp_path / "run", accumulate=4)
+
+    for number, (x, y) in enumerate(left.guard.batches(max_epochs=3), start=1):
+        ((left.model(x) - y).square().mean() / 4).backward()
+        if number == 4:
+            left.optimizer.step()
+            left.scheduler.step()
+            left.optimizer.zero_grad()
+        if number == 6:
+            left.guard.save()
+            break
+    resumed = OwnLoop(tmp_path / "run", accumulate=4).train()
+
+    assert resumed.state() == undisturbed.state()
+
+
 def test_steps_are_recorded_with_their_losses_and_norms(tmp_path):
     """The recording of the steps holds the losses on which the loop called ``backward``."""
     loop = OwnLoop(tmp_path).train()

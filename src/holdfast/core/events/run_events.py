@@ -330,7 +330,7 @@ class EndOfJobUnknown(EventData):
 
 
 class RequestReceived(EventData):
-    """A command asked the run to save a checkpoint or to stop, as the run noticed at a boundary.
+    """At a boundary, the run has found a command's request to save a checkpoint or to stop.
 
     `sender` is the process of the command.
     """
@@ -1308,7 +1308,7 @@ class StepsNotSeen(EventData):
         return (
             "the loop has changed the weights without an optimizer step that the guard can see, so"
             " such steps are neither counted nor saved until the loop ends. Keep optimizer.step()"
-            " outside of torch.compile, and change the weights only with the guard's optimizers"
+            " outside of torch.compile, and update the weights only through the guard's optimizers"
         )
 
 

@@ -106,8 +106,8 @@ class BackwardLosses:
     def _add(self, roots: object) -> None:
         """Add the losses among the tensors on which ``backward`` is called."""
         if self._sum is not None and not any(map(has_gradients, self._parts.optimizers.values())):
-            # The gradients of the earlier losses were discarded, as when `GradScaler` or the script
-            # skips a step, or when LBFGS evaluates its closure again.
+            # The gradients of the earlier losses were discarded. For example, `GradScaler` or the
+            # script has skipped a step, or an optimizer calls its closure again.
             self._sum = None
         for root in roots if isinstance(roots, (list, tuple)) else [roots]:
             if _is_loss(root):

@@ -330,8 +330,10 @@ class Loop:
         """Save a checkpoint if the script has asked for one in the batch in which it left the loop.
 
         With several ranks, nothing is saved, because the other ranks may still be in their loops.
+        Nothing is saved either while the loop accumulates gradients.
         """
-        if not self._save_requested or self._ranks.world_size > 1:
+        may_save = self._ranks.world_size == 1 and not self._own_steps.accumulates
+        if not (self._save_requested and may_save):
             return
         self._steps.settle()
         if self._session.saving.may_save_more:

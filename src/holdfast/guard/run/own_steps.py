@@ -370,17 +370,3 @@ def _mixed_steps(problem: str) -> BatchError:
         ),
         rule="H212",
     )
-
-
-def why_guard_must_step(framework: str | None, world_size: int) -> str | None:
-    """Return why a loop must not step the guarded optimizers itself, or None if it may.
-
-    Args:
-        framework: Why a framework needs the result of a step at once, or None without one.
-        world_size: The number of ranks.
-    """
-    if framework is not None:
-        return "a guard for a framework sees only the steps of guard.step"
-    if world_size > 1:
-        return "several ranks agree on saves and stops in guard.step"
-    return None

@@ -393,7 +393,15 @@ class Recovery:
             )
         self._failed_half_way_at = at_step
         self._session.state.rewound()
-        self._record.emit(RollBack(reason=reason, promise="bit-exact", rewind_data=True))
+        cursor = self._session.cursor
+        goes_back = cursor is not None and cursor.goes_back
+        self._record.emit(
+            RollBack(
+                reason=reason,
+                promise="bit-exact" if goes_back else "changes training",
+                rewind_data=goes_back,
+            )
+        )
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
 
     def roll_back_again(self) -> None:

@@ -22,7 +22,8 @@ class TakenStep:
     optimizer: str
     # None if the loop did not call ``backward`` on a loss.
     loss: HostCopy | None
-    # The norm of all gradients. None if there were none before the step, as with LBFGS.
+    # The norm of all gradients. None if it is unknown, for example because the optimizer computes
+    # the gradients during its step, with a closure.
     grad_norm: HostCopy | None
     # Whether a fused optimizer skips the step on the device if ``GradScaler`` has found Inf.
     may_be_skipped: bool
@@ -115,9 +116,10 @@ def norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
         parameter.grad
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.grad is not None and parameter.grad.layout is torch.strided
+        if parameter.grad is not None
     ]
-    if not gradients:
+    # The norm without the sparse gradients would not be comparable to anything.
+    if not gradients or any(gradient.layout is not torch.strided for gradient in gradients):
         return None
     try:
         norm = torch.nn.utils.get_total_norm(gradients).detach()
@@ -125,7 +127,7 @@ def norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, torch.Tensor):
             norm = norm / scale.to(norm.device, non_blocking=True)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         # The norm is only reported, so a tensor type without it must not end the script.
         return None
     return copy_to_host(norm)

@@ -1,7 +1,7 @@
 """Find state of schedulers and optimizers that no checkpoint holds.
 
-This is a counter that is missing from a ``state_dict``, or a scheduler that was not passed to the
-guard. After a resume, it silently restarts from its initial value. For example, the learning rate
+Examples are a counter that is missing from a ``state_dict``, and a scheduler that was not passed to
+the guard. After a resume, such state silently restarts from its initial value, so the learning rate
 may return to its value in the first step.
 """
 
@@ -29,7 +29,7 @@ def optimizer_of_unkept_scheduler(parts: Parts) -> str | None:
     Args:
         parts: The objects of the run.
     """
-    known = {
+    with_scheduler = {
         name
         for holder in (*parts.schedulers.values(), *parts.states.values())
         for name in nearest_optimizers(holder, parts.optimizers)
@@ -37,7 +37,7 @@ def optimizer_of_unkept_scheduler(parts: Parts) -> str | None:
     for name, optimizer in parts.optimizers.items():
         # torch's schedulers replace the `step` of their optimizer by a wrapper with this mark.
         has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if has_scheduler and name not in known:
+        if has_scheduler and name not in with_scheduler:
             return name
     return None
 
