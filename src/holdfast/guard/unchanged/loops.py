@@ -44,7 +44,7 @@ class Loop:
     before_last: RandomState | None = None
     # Whether an optimizer has stepped in this loop.
     has_steps: bool = False
-    # The counters of the `enumerate` objects around the iterator. None if the loop cannot be resumed
+    # The counters of the `enumerate` objects around the iterator. None if the loop cannot resume
     # in its middle, or if that is not known yet.
     counters: list[Counter] | None = None
     has_searched_counters: bool = False

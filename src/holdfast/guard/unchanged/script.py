@@ -227,6 +227,8 @@ class Script:
             return
         try:
             self._finish(loop, frame, is_exhausted=False)
+        except HoldfastError as error:
+            self._end(error)
         except Exception as error:  # noqa: BLE001 - Python ignores errors in `__del__`
             self._give_up(error)
 
@@ -265,11 +267,11 @@ class Script:
         )
         if self._objects is not None and loop.has_steps:
             self._weights.watch(len(self._finished), self._objects.models)
-        if is_exhausted and is_resumable and self._guard is not None and frame is not None:
+        if is_resumable and self._guard is not None and frame is not None:
             # If a generator passes the batches on, the loop of the script continues.
             self._boundary_counters = loop.counters if is_in_generator(frame) else []
             may_save = self._has_stepped and self._boundary_counters is not None
-            self._save_if_due(None, frame, may_save=may_save, batch=None)
+            self._save_if_due(None, frame, may_save=may_save, may_exit=is_exhausted)
 
     def _ends_like_its_for_statement(
         self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool
@@ -372,7 +374,7 @@ class Script:
         if not loop.has_searched_counters and self._has_stepped:
             self._search_counters(loop, iterator, frame)
         may_save = self._has_stepped and len(self._loops) == 1 and loop.counters is not None
-        self._save_if_due(loop, frame, may_save=may_save, batch=loop.last_batch)
+        self._save_if_due(loop, frame, may_save=may_save)
 
     def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Find out whether a loop can be resumed in its middle."""
@@ -392,7 +394,7 @@ class Script:
             )
 
     def _save_if_due(
-        self, loop: Loop | None, frame: FrameType, *, may_save: bool, batch: Any
+        self, loop: Loop | None, frame: FrameType, *, may_save: bool, may_exit: bool = True
     ) -> None:
         """Compare the boundary with that of an earlier attempt, and save if a save is due.
 
@@ -400,18 +402,20 @@ class Script:
             loop: The loop in whose middle the boundary is. None between two loops.
             frame: The innermost frame of the script.
             may_save: Whether the script can be resumed from this boundary.
-            batch: The last batch.
+            may_exit: Whether the process may exit here.
         """
         assert self._guard is not None
         if self._has_stepped:
             self._has_stepped = False
-            self._compare(self._guard, frame, batch)
+            self._compare(self._guard, frame, None if loop is None else loop.last_batch)
         self._boundary_frame = frame
         self._boundary_loop = loop
         if loop is not None:
             self._boundary_counters = loop.counters
         try:
-            self._guard.pass_boundary(may_save=may_save and self._unsaveable is None)
+            self._guard.pass_boundary(
+                may_save=may_save and self._unsaveable is None, may_exit=may_exit
+            )
         finally:
             # A frame refers to the iterators of its loops, which must be freed when a loop ends.
             self._boundary_frame = None
