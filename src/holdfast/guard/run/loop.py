@@ -8,6 +8,7 @@ saved at boundaries.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
+from holdfast.core.interactive import is_interactive
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
@@ -322,6 +324,10 @@ class Loop:
             self.count_batch()
             cursor.leave()
             self._state.leave_loop()
+            if self._stop.signal is signal.SIGINT and is_interactive():
+                # A second Ctrl-C has ended the loop before its boundary. The user may run the cell
+                # of the loop again, so the request must not end that loop too.
+                self._stop.honor()
             self._was_left = how == "left"
             release(how)
 
