@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.docs.pages import DOCS, blocks
+from tests.prepared import Prepared
 
 FILES = {block.title: block.text for block in blocks(DOCS / "how-to" / "spot-machines.md")}
 
@@ -45,8 +46,8 @@ class Machine:
         program, *arguments = shlex.split(unit()["ExecStart"])
         assert program.endswith("/python")
         name, value = unit()["Environment"].split("=")
-        return subprocess.Popen(
-            [sys.executable, *arguments],
+        return Prepared(
+            arguments,
             cwd=self.folder,
             env={**os.environ, name: value, "HOLDFAST_SAVE_INTERVAL_STEPS": "20"},
             stdout=subprocess.PIPE,
