@@ -25,8 +25,6 @@ PROGRAM = Path(__file__).parent / "programs" / "slurm_train.py"
 # A job waits for its requeue, and Slurm looks at the time limits of jobs every 30 s.
 TIMEOUT_SECONDS = 300.0
 STOPPED = "85"
-# The guard reads the end of the job, and would stop such short jobs before their signal.
-ONLY_SIGNALS = {"HOLDFAST_MAX_TIME": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +75,13 @@ class Job:
     def wait_for_steps(self, count: int, name: str = "0") -> None:
         self._wait_until(lambda: len(self.steps(name)) >= count)
 
+    def set_time_limit(self, *, minutes: int) -> None:
+        """Change the time limit, counted from the job's start."""
+        self.slurm("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
+
+    def wait_for_output(self, text: str) -> None:
+        self._wait_until(lambda: text in self.output())
+
     def wait(self) -> None:
         """Wait until the job is neither running nor waiting to run."""
         self._wait_until(
@@ -120,7 +125,6 @@ def submit(slurm: Mapping[str, str], tmp_path: Path) -> Callable[..., Job]:
         steps: int,
         step_seconds: float,
         without: str | None = None,
-        variables: Mapping[str, str] = {},
     ) -> Job:
         folder = tmp_path / f"job{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
@@ -136,7 +140,6 @@ def submit(slurm: Mapping[str, str], tmp_path: Path) -> Callable[..., Job]:
             "PYTHONPATH": f"{ROOT / 'src'}",
             "STEPS": str(steps),
             "STEP_SECONDS": str(step_seconds),
-            **variables,
         }
         number = subprocess.run(
             ["sbatch", "--parsable", *options, title],
@@ -176,42 +179,53 @@ def _undisturbed_weights(folder: Path, steps: int) -> list[float]:
 
 
 def test_a_job_that_is_signalled_before_its_time_limit_is_requeued_and_resumes(submit, tmp_path):
-    """With either form of `--signal`, no step is lost or made twice, and the weights are the same.
-
-    Slurm sends the signal at some time of the first 40 s, and the training takes longer than that.
-    """
+    """With either form of `--signal`, no step is lost or made twice, and the weights are the same."""
     steps = 120
-    training = {"steps": steps, "step_seconds": 0.4, "variables": ONLY_SIGNALS}
-    to_tasks = submit("job.sh", "--time=1", "--signal=USR1@20", **training)
-    to_script = submit("supervised.sh", "--time=1", "--signal=B:USR1@20", **training)
-    not_requeued = submit(
-        "job.sh",
-        "--time=1",
-        "--signal=USR1@20",
-        **training,
-        without='scontrol requeue "$SLURM_JOB_ID"',
-    )
+    training = {"steps": steps, "step_seconds": 0.4}
+    jobs = [submit("job.sh", **training), submit("supervised.sh", **training)]
+    without_requeue = submit("job.sh", **training, without='scontrol requeue "$SLURM_JOB_ID"')
+
+    for job in (*jobs, without_requeue):
+        job.wait_for_steps(2)
+        # The script's `--signal` is 300 s before the limit, so it comes when Slurm looks next.
+        job.set_time_limit(minutes=5)
+    for job in jobs:
+        job.wait_for_output("stop requested: SIGUSR1")
+        job.set_time_limit(minutes=240)
     weights = _undisturbed_weights(tmp_path / "undisturbed", steps)
 
-    for job in (to_tasks, to_script):
+    for job in jobs:
         job.wait()
         assert job.steps() == list(range(1, steps + 1)), job.output()
-        assert len(job.starts()) > 1
+        assert len(job.starts()) == 2
         assert job.starts()[-1][-1] == {"end": steps, "weights": weights}
         assert job.exit_code() == "0"
-    not_requeued.wait()
-    assert len(not_requeued.starts()) == 1
-    assert not_requeued.exit_code() == STOPPED
+    without_requeue.wait()
+    assert len(without_requeue.starts()) == 1
+    assert without_requeue.exit_code() == STOPPED
 
 
 def test_a_job_whose_time_is_nearly_over_is_requeued_and_resumes(submit):
-    """The guard reads the end of the job from Slurm. The signal before it is one that is ignored."""
+    """The guard reads the end of the job from Slurm. The signal is one that is ignored."""
     job = submit("supervised.sh", "--time=1", "--signal=URG@1", steps=35, step_seconds=2.0)
     job.wait()
 
     assert job.steps() == list(range(1, 36)), job.output()
     assert len(job.starts()) == 2
     assert f"Slurm ends job {job.number}" in job.output()
+    assert job.exit_code() == "0"
+
+
+@pytest.mark.parametrize("title", ["job.sh", "supervised.sh"])
+def test_a_preempted_job_is_requeued_and_resumes(submit, title):
+    """It ends within the grace time, so Slurm itself would not requeue it."""
+    job = submit(title, steps=60, step_seconds=0.2)
+    job.wait_for_steps(2)
+    job.slurm("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    job.wait()
+
+    assert job.steps() == list(range(1, 61)), job.output()
+    assert len(job.starts()) == 2
     assert job.exit_code() == "0"
 
 
@@ -230,9 +244,9 @@ def test_a_task_of_an_array_is_requeued_without_the_others(submit):
 
 @pytest.mark.parametrize("title", ["job.sh", "supervised.sh"])
 def test_a_cancelled_job_saves_and_is_not_requeued(submit, title):
-    """`scancel` sends SIGTERM, and the same job can be submitted again later."""
-    job = submit(title, steps=10**6, step_seconds=0.1)
-    job.wait_for_steps(3)
+    """`scancel` sends SIGTERM, which the run survives for the rest of a long step and its save."""
+    job = submit(title, steps=10**6, step_seconds=3.0)
+    job.wait_for_steps(2)
     job.slurm("scancel", job.number)
     job.wait()
 
