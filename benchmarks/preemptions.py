@@ -2,7 +2,8 @@
 
 How: a Slurm of one node is started on this machine, see ``one_node_slurm``. Its jobs train a small
 network for 2500 steps of about 40 ms, see ``preemptions_train``, with a checkpoint every 500 steps
-beside those of a stop. Each of five runs of a kind is preempted twice, then trains to its end:
+beside those of a stop. Each of five runs of a kind, three of the last, is preempted twice or more,
+then trains to its end:
 
 - USR1 to the tasks: ``--signal=USR1@N``, ``srun python``, and ``scontrol requeue`` in the job's
   script if the exit code is that of a stop
@@ -11,8 +12,8 @@ beside those of a stop. Each of five runs of a kind is preempted twice, then tra
   Slurm sends SIGTERM, and kills after the partition's `GraceTime`. ``holdfast run --requeue``
 - TERM: ``scancel --signal=TERM --full`` at a random moment. The job's script survives the signal,
   starts the training without `srun`, and requeues by exit code
-- time limit: two minutes, ``srun holdfast run --requeue``. The guard reads the end of the job
-- ranks: as the first, with two tasks that train together by DDP on gloo
+- time limit: two minutes, ``exec srun holdfast run --requeue``. The guard reads the end of the job
+- two ranks: as the first, with two tasks that train together by DDP on gloo
 
 Slurm looks at the times of jobs every 30 s, so when a signal of ``--signal`` comes is chance too.
 
@@ -21,7 +22,7 @@ was requeued and the next start began from a checkpoint, not from step 0. Steps 
 the next starts made again, on any rank. The final weights and moments are compared, by digest, with
 a run outside Slurm that nothing disturbed.
 
-To reach: 60 of 60 resumed, at most one step lost by each, all final states equal.
+To reach: all resumed, at most one step lost by each, all final states equal.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _STEP_SECONDS = 0.04
 _STEP_SECONDS_AT_TIME_LIMIT = 0.1
 # Slurm sends the signal up to 30 s earlier, and looks every 30 s: 20 to 50 s after the job's start.
 _SIGNAL_SECONDS = 70
-_RUNS = 5
+# With several processes of each job, it takes longer until all guards exist: 40 to 70 s.
+_SIGNAL_SECONDS_OF_RANKS = 50
 # A signal that is sent by this script comes after a random number of steps of the start.
 _FEWEST_STEPS = 50
 _MOST_STEPS = 300
@@ -127,8 +129,11 @@ class Run:
         return " ".join(digests)
 
     def preemptions(self) -> int:
-        """Return how many starts ended before the last step, the last start of a job too."""
-        return len(self.starts()) - (self.digest() is not None)
+        """Return how many starts ended before the last step.
+
+        A job that was killed before its training began counts too.
+        """
+        return max(1, len(self.starts())) - (self.digest() is not None)
 
     def resumed(self) -> int:
         """Return how many starts began from a checkpoint."""
@@ -150,6 +155,7 @@ class Kind:
         options: Of `sbatch`.
         step_seconds: The time that each step waits.
         tasks: How many processes train.
+        runs: How many jobs are submitted.
         preempt: Preempts these runs, which all have made their steps. None if Slurm does it.
         together: Whether one preemption hits all running jobs.
     """
@@ -159,6 +165,7 @@ class Kind:
     options: tuple[str, ...] = ()
     step_seconds: float = _STEP_SECONDS
     tasks: int = 1
+    runs: int = 5
     preempt: Callable[[list[Run], _Environment], None] | None = None
     together: bool = False
 
@@ -192,7 +199,13 @@ KINDS = (
         options=("--time=2",),
         step_seconds=_STEP_SECONDS_AT_TIME_LIMIT,
     ),
-    Kind(name="two ranks", script=_BY_EXIT_CODE, options=_WARNED, tasks=2),
+    Kind(
+        name="two ranks",
+        script=_BY_EXIT_CODE,
+        options=("--time=2", f"--signal=USR1@{_SIGNAL_SECONDS_OF_RANKS}"),
+        tasks=2,
+        runs=3,
+    ),
 )
 
 
@@ -301,14 +314,14 @@ def main() -> None:
     if reason is not None:
         print(f"preemptions: left out: {reason}")
         return
-    count = 1 if options.quick else _RUNS
     parameters: dict[str, Any] = {
-        "runs_of_each_kind": count,
+        "runs": {kind.name: kind.runs for kind in KINDS},
         "steps": STEPS,
         "save_interval_steps": SAVE_INTERVAL_STEPS,
         "seconds_per_step": _STEP_SECONDS,
         "seconds_per_step_at_the_time_limit": _STEP_SECONDS_AT_TIME_LIMIT,
         "signal_seconds_before_the_time_limit": _SIGNAL_SECONDS,
+        "signal_seconds_before_the_time_limit_of_ranks": _SIGNAL_SECONDS_OF_RANKS,
     }
     result = Result(options=options, parameters=parameters)
     chance = random.Random(0)
@@ -325,6 +338,7 @@ def main() -> None:
             tasks: undisturbed_digest(folder / f"undisturbed{tasks}", tasks) for tasks in (1, 2)
         }
         for kind in KINDS:
+            count = 1 if options.quick else kind.runs
             runs = run_kind(kind, folder, count, chance, environment)
             preempted = sum(run.preemptions() for run in runs)
             result.add_count(

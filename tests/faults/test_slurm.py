@@ -207,10 +207,13 @@ def test_a_job_that_is_signalled_before_its_time_limit_is_requeued_and_resumes(s
 
 def test_a_job_whose_time_is_nearly_over_is_requeued_and_resumes(submit):
     """The guard reads the end of the job from Slurm. The signal is one that is ignored."""
-    job = submit("supervised.sh", "--time=1", "--signal=URG@1", steps=35, step_seconds=2.0)
+    job = submit("supervised.sh", "--time=1", "--signal=URG@1", steps=60, step_seconds=1.0)
+    job.wait_for_steps(1)
+    # The guard has read the end already. The next start has time for the rest.
+    job.set_time_limit(minutes=10)
     job.wait()
 
-    assert job.steps() == list(range(1, 36)), job.output()
+    assert job.steps() == list(range(1, 61)), job.output()
     assert len(job.starts()) == 2
     assert f"Slurm ends job {job.number}" in job.output()
     assert job.exit_code() == "0"
@@ -243,14 +246,12 @@ def test_a_task_of_an_array_is_requeued_without_the_others(submit):
 
 
 @pytest.mark.parametrize("title", ["job.sh", "supervised.sh"])
-def test_a_cancelled_job_saves_and_is_not_requeued(submit, title):
-    """`scancel` sends SIGTERM, which the run survives for the rest of a long step and its save."""
-    job = submit(title, steps=10**6, step_seconds=3.0)
-    job.wait_for_steps(2)
+def test_a_cancelled_job_is_not_requeued(submit, title):
+    """`scancel` sends the same signal as a preemption, and the exit code of the run is the same."""
+    job = submit(title, steps=10**6, step_seconds=0.1)
+    job.wait_for_steps(3)
     job.slurm("scancel", job.number)
     job.wait()
 
     assert len(job.starts()) == 1
-    (newest,) = (job.folder / "guarded" / "0" / "checkpoints").glob("*-step*")
-    assert newest.name.endswith(f"step{job.steps()[-1]:08}")
     assert "JobState=CANCELLED" in job.slurm("scontrol", "show", "job", job.number)
