@@ -28,9 +28,9 @@ _SAVES = 2
 # and SIGKILL that Slurm (`KillWait`) and Kubernetes (`terminationGracePeriodSeconds`) allow by
 # default, so a save that takes longer would not survive a SIGTERM either.
 _UNMEASURED_SAVE_SECONDS = 30.0
-# The time that is kept free in a Slurm job for what follows the last save, in seconds: the processes
-# exit, and the job's script or ``holdfast run`` asks Slurm to requeue the job. At the end of the
-# job, Slurm kills the script, which then cannot ask any more.
+# The time that is kept free in a Slurm job for what follows the last save, in seconds: the
+# processes exit, and the job's script or ``holdfast run`` asks Slurm to requeue the job. At the end
+# of the job, Slurm kills the script, which then cannot ask any more.
 _EXIT_SECONDS = 10.0
 # The position of a process's start time in `/proc/PID/stat`, among the fields after its name. It is
 # field 22 in proc(5), counted from 1, and its unit is clock ticks since the system has booted.
