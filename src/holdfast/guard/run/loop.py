@@ -639,6 +639,12 @@ class Loop:
         self.count_batch()
         self._session.save()
 
+    def boundary_is_needed(self) -> bool:
+        """Return whether there is a reason to save or to stop, without saving anything."""
+        self._time_limit.check()
+        self._session.requests.poll()
+        return self._stop.reason is not None or self._save_requested or self._saves.is_due()
+
     def boundary_outside(self) -> None:
         """Save if a save is due, in a script that does not iterate `Guard.batches`.
 

@@ -371,9 +371,14 @@ class Script:
 
     def _pass_boundary(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Record and compare a boundary in the middle of a loop, and save if a save is due."""
-        if not loop.has_searched_counters and self._has_stepped:
-            self._search_counters(loop, iterator, frame)
-        may_save = self._has_stepped and len(self._loops) == 1 and loop.counters is not None
+        assert self._guard is not None
+        may_save = False
+        if self._has_stepped and len(self._loops) == 1 and self._guard.needs_boundary():
+            # The search takes some milliseconds, so it waits for the first save that is due.
+            if not loop.has_searched_counters:
+                self._search_counters(loop, iterator, frame)
+            may_save = loop.counters is not None
+        self._boundary_counters = loop.counters
         self._save_if_due(loop, frame, may_save=may_save)
 
     def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
@@ -394,7 +399,12 @@ class Script:
             )
 
     def _save_if_due(
-        self, loop: Loop | None, frame: FrameType, *, may_save: bool, may_exit: bool = True
+        self,
+        loop: Loop | None,
+        frame: FrameType,
+        *,
+        may_save: bool,
+        may_exit: bool = True,
     ) -> None:
         """Compare the boundary with that of an earlier attempt, and save if a save is due.
 
@@ -410,8 +420,6 @@ class Script:
             self._compare(self._guard, frame, None if loop is None else loop.last_batch)
         self._boundary_frame = frame
         self._boundary_loop = loop
-        if loop is not None:
-            self._boundary_counters = loop.counters
         try:
             self._guard.pass_boundary(
                 may_save=may_save and self._unsaveable is None, may_exit=may_exit

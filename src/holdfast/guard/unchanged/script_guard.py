@@ -108,6 +108,10 @@ class ScriptGuard(Guard):
         """Count a step of the script."""
         self._own_steps.after_step(optimizer)
 
+    def needs_boundary(self) -> bool:
+        """Return whether there is a reason to save or to stop."""
+        return self._boundaries.boundary_is_needed()
+
     def pass_boundary(self, *, may_save: bool, may_exit: bool) -> None:
         """Save if a save is due, and end the process soon if a stop was requested.
 

@@ -8,7 +8,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -62,7 +62,7 @@ def is_script_module(module: object) -> bool:
     return isinstance(filename, str) and _is_module_file(filename)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_module_file(filename: str) -> bool:
     # Some modules of torch have a file name that is not the path of a file.
     return is_script_file(filename) and Path(filename).is_file()
