@@ -26,17 +26,20 @@ To reach: no kill is WRONG.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import holdfast
@@ -68,6 +71,7 @@ _LONGEST_DELAY_SECONDS = 0.5
 _STEPLESS_SECONDS = 20.0
 _LONGEST_ATTEMPT_SECONDS = 600.0
 _POLL_SECONDS = 0.1
+_OUTCOME_FILE = "outcome.json"
 # What holdfast prints if it resumes a script without being able to prove that this is exact.
 _NOT_PROVEN = re.compile(r"resumed, not proven")
 _REASON = re.compile(r"holdfast: (.+)")
@@ -287,6 +291,34 @@ def run_with_kills(
             return attempts
 
 
+@contextmanager
+def working_folder(program: Program, parent: Path | None) -> Iterator[Path]:
+    """Create the folder for the copies and logs of a program.
+
+    Args:
+        program: The program.
+        parent: The folder is kept in this one. None for a folder that is deleted in the end.
+    """
+    if parent is None:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    folder = parent / program.name
+    if not (folder / _OUTCOME_FILE).exists():
+        # The last benchmark was interrupted in the middle of this program.
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return the outcome that an interrupted benchmark has left in a kept folder, or None."""
+    path = folder / _OUTCOME_FILE
+    if not path.exists():
+        return None
+    return Outcome(**json.loads(path.read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -294,7 +326,11 @@ def main() -> None:
     parser.add_argument("programs", type=Path, help="folder of the programs")
     parser.add_argument("--only", nargs="+", default=[], help="names of programs")
     parser.add_argument("--kills", type=int, default=_KILLS, help="kills of each program")
-    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="keep the runs in this folder, and continue an interrupted benchmark from it",
+    )
     add_options(parser)
     arguments = parser.parse_args()
     options = options_of("unchanged_scripts", arguments)
@@ -311,13 +347,11 @@ def main() -> None:
     result = Result(options=options, parameters=parameters)
     outcomes = []
     for program in programs:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-            folder = Path(temporary)
-            if arguments.keep is not None:
-                folder = arguments.keep / program.name
-                folder.mkdir(parents=True)
+        with working_folder(program, arguments.keep) as folder:
             try:
-                outcome = run_program(program, folder, kills, random.Random(program.name))
+                outcome = read_outcome(folder) or run_program(
+                    program, folder, kills, random.Random(program.name)
+                )
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 result.notes.append(f"left out: {without_paths(str(error))}")
                 print(result.notes[-1], flush=True)
@@ -325,6 +359,7 @@ def main() -> None:
             except KeyboardInterrupt:
                 result.notes.append(f"interrupted before {program.name}")
                 break
+            (folder / _OUTCOME_FILE).write_text(json.dumps(asdict(outcome)))
         outcomes.append(outcome)
         print(
             f"{outcome.name}: {outcome.verdict} after {len(outcome.kills)} kills"
