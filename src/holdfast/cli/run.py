@@ -9,6 +9,7 @@ import typer
 
 from holdfast.cli.output import failing_clearly
 from holdfast.cli.supervised import supervise
+from holdfast.core.errors import PolicyError
 from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.watch.limits import HangLimits
 
@@ -71,6 +72,16 @@ _Requeue = Annotated[
         ),
     ),
 ]
+_Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help=(
+            "Save and resume the training script, which need not import holdfast. The run directory"
+            " is runs/<script> by default, so that the same command continues the run."
+        ),
+    ),
+]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
@@ -92,16 +103,25 @@ def run(
     grace_seconds: _GraceSeconds = 25.0,
     max_log_bytes: _MaxLogBytes = 256 << 20,
     requeue: _Requeue = False,
+    resume: _Resume = False,
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Run a command, watch it, restart it if that can help, and explain why it ended.
 
     The exit code is that of the command, or 128 + n if signal n ended it. 127 or 126: the command
-    cannot be executed. 2: incorrect usage. 75: Slurm did not requeue the job.
+    cannot be executed. 2: incorrect usage, or --resume does not support the script. 75: Slurm did
+    not requeue the job.
     """
     with failing_clearly(as_json=as_json):
         limits = HangLimits.parse(hang_limit or [])
+        if resume and no_observe:
+            raise PolicyError(
+                "--resume with --no-observe",
+                limit="the script is saved and resumed by the observer in its process",
+                fix="omit one of the two options.",
+                rule="H737",
+            )
     budgets = Budgets(
         max_restarts=max_restarts,
         max_preemptions=max_preemptions,
@@ -118,4 +138,5 @@ def run(
         grace_seconds=grace_seconds,
         max_log_bytes=max_log_bytes,
         requeue=requeue,
+        resume=resume,
     )

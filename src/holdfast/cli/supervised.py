@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from holdfast.core.errors import HoldfastError
 from holdfast.core.standard_streams import write_to_stderr_within
 from holdfast.supervise.launch.commands import CommandError, find_program
-from holdfast.supervise.launch.run_folder import choose_folder
+from holdfast.supervise.launch.run_folder import choose_folder, is_complete
 from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def supervise(
     *,
     quiet: bool = False,
     as_json: bool = False,
+    resume: bool = False,
     **options: Any,
 ) -> NoReturn:
     """Run a command under supervision, print the outcome, and exit with the command's exit code.
@@ -71,14 +72,21 @@ def supervise(
         run_dir: The run directory; by default a new directory in ``runs``.
         quiet: Whether to print only the command's output.
         as_json: Whether to print a JSON summary on stdout; see `output.keep_stdout_for_json`.
+        resume: Whether to save and resume an unchanged script. The run directory is then the same
+            for each call with the same script.
         options: Other fields of `RunOptions`.
     """
     try:
+        run_path = run_dir or choose_folder(command, None if resume else time.time())
+        if resume and is_complete(run_path, command):
+            _print_complete(run_path, quiet=quiet, as_json=as_json)
+            sys.exit(0)
         run_options = RunOptions(
             command=tuple(command),
             program=find_program(command),
-            run_path=run_dir or choose_folder(command, time.time()),
+            run_path=run_path,
             is_run_path_shared=run_dir is not None,
+            resume=resume,
             **options,
         )
         supervisor = Supervisor(run_options, quiet=quiet)
@@ -106,6 +114,21 @@ def supervise(
         with contextlib.suppress(OSError, SystemExit):
             print_json(summary, indent=None)
     sys.exit(outcome.exit_code)
+
+
+def _print_complete(run_path: Path, *, quiet: bool, as_json: bool) -> None:
+    """Report that the run in a directory is complete, so that nothing is left to do."""
+    if not quiet:
+        print(
+            f"holdfast: the run in {run_path} is complete; to train again, use another --run-dir",
+            file=sys.stderr,
+        )
+    if as_json:
+        from holdfast.cli.output import print_json
+
+        why = "the run is complete"
+        summary = {"run": str(run_path), "exit_code": 0, "attempts": 0, "why_stopped": why}
+        print_json(summary, indent=None)
 
 
 def _print_outcome(outcome: RunOutcome) -> None:

@@ -198,7 +198,7 @@ class Guard:
         )
         self._session = Session(context, self._directory, clock, self._asked)
         self._engine = StepEngine(context, split, self._session.reserves)
-        recovery = Recovery(self._session)
+        recovery = self._new_recovery()
         timing = DecisionTiming(context, self._framework())
         steps_type = JointSteps if ranks.has_group else Steps
         self._steps = steps_type(self._session, self._engine, recovery, timing)
@@ -225,7 +225,7 @@ class Guard:
             self._open()
         try:
             with naming_lack_of_memory("resuming from a checkpoint"):
-                self.resumed_from: Path | None = self._session.restoration.resume()
+                self.resumed_from: Path | None = self._resume()
             self._report_steps_left_behind()
             self._trained_weights.remember()
         except BaseException:
@@ -245,6 +245,14 @@ class Guard:
             clock,
             steps_until_stop=0 if is_alone else 1,
         )
+
+    def _new_recovery(self) -> Recovery:
+        """Create the object that recovers from refused steps. `ScriptGuard` overrides this."""
+        return Recovery(self._session)
+
+    def _resume(self) -> Path | None:
+        """Resume from the newest checkpoint, if there is one. `ScriptGuard` overrides this."""
+        return self._session.restoration.resume()
 
     def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
         """Return a cursor at the beginning of a loader. `HostedGuard` returns another type."""
@@ -579,6 +587,15 @@ class Guard:
         """Save a checkpoint and exit, because there is no loop over `batches` that could end."""
         self._swapped.close()
         self._settle()
+        self._record_stop()
+        self._boundaries.count_batch()
+        self._session.save_unsaved(self._open)
+        # If the run has not completed a step yet, this writes its first checkpoint.
+        self._session.save()
+        self._release_and_exit()
+
+    def _record_stop(self) -> None:
+        """Record that the run ends because of a stop request."""
         self._stop.honor()
         request = run_events.StopRequested(
             reason=str(self._stop.reason),
@@ -586,10 +603,9 @@ class Guard:
             asked_rank=self._stop.rank,
         )
         self._record.emit(request)
-        self._boundaries.count_batch()
-        self._session.save_unsaved(self._open)
-        # If the run has not completed a step yet, this writes its first checkpoint.
-        self._session.save()
+
+    def _release_and_exit(self) -> NoReturn:
+        """Unlock the run directory, and exit after a stop request."""
         self._release("stopped")
         raise self._ending() or SystemExit(0) from None
 

@@ -79,6 +79,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.StepsLeftBehind,
         run_events.StepsRepeated,
         run_events.RepeatedStepDiffers,
+        run_events.ResumeNotProven,
         run_events.NonfiniteStepTaken,
         run_events.StepsNotSeen,
     }
@@ -146,6 +147,8 @@ class RunRecord:
         self._global_step = 0
         # Compares the steps that a resumed run repeats. None if there is nothing to compare.
         self._repeated: RepeatedSteps | None = None
+        # The event about a repeated step that differs. None if there is none.
+        self.failed_repetition: run_events.RepeatedStepDiffers | None = None
 
     # --- the global step
 
@@ -392,6 +395,8 @@ class RunRecord:
             self._repeated = None
         if event is not None:
             self.emit(event)
+        if isinstance(event, run_events.RepeatedStepDiffers):
+            self.failed_repetition = event
 
     # --- reading
 

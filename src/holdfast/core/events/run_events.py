@@ -212,6 +212,20 @@ class StepsRepeated(EventData):
         )
 
 
+class ResumeNotProven(EventData):
+    """An unchanged script was resumed, but repeated too few recorded steps to prove the resume.
+
+    `steps` is the number of repeated steps, all of which were equal.
+    """
+
+    steps: int
+
+    def __str__(self) -> str:
+        if self.steps == 0:
+            return "resumed, not proven: no recorded step was repeated"
+        return f"resumed, not proven: only {counted(self.steps, 'step')} repeated, identical"
+
+
 class RepeatedStepDiffers(EventData):
     """A resumed run has repeated a step of its earlier attempt with a different result.
 

@@ -181,7 +181,8 @@ class OwnSteps:
 
     # --- the context
 
-    def __enter__(self) -> None:
+    def begin_loop(self) -> None:
+        """Begin to count the steps that `before_step` and `after_step` report."""
         self._left_with_gradients = False
         self._batches_since_step = dict.fromkeys(self._parts.optimizers, 0)
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
@@ -189,6 +190,16 @@ class OwnSteps:
         self._last_step_at = self._clock.monotonic_seconds()
         if self._why_not is None and not self._guard_has_stepped:
             self._losses.start()
+
+    def end_loop(self) -> None:
+        """Record the last step of the loop."""
+        self._left_with_gradients = self.has_gradients
+        self._losses.stop()
+        self.end_batch()
+        self.flush()
+
+    def __enter__(self) -> None:
+        self.begin_loop()
         # torch keeps hooks until they are removed, so a strong reference to this object would keep
         # an abandoned run alive.
         reference = weakref.ref(self)
@@ -213,10 +224,7 @@ class OwnSteps:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._left_with_gradients = self.has_gradients
-        self._losses.stop()
-        self.end_batch()
-        self.flush()
+        self.end_loop()
 
     # --- the hooks
 

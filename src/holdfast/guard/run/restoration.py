@@ -91,14 +91,21 @@ class Restoration:
 
     # --- resuming in a new process
 
-    def resume(self) -> Path | None:
+    def resume(
+        self, before_step: int | None = None, *, reports_settings: bool = True
+    ) -> Path | None:
         """Restore the newest intact checkpoint, and record that the run has been resumed.
+
+        Args:
+            before_step: Use only checkpoints from this step or earlier. None for all.
+            reports_settings: Whether to report settings of the script that differ from those in the
+                checkpoint, which replace them.
 
         Returns:
             The directory of the checkpoint, or None if the run starts from the beginning.
         """
         self._ranks.agree("opening", self._same_for_all)
-        entry = self._newest_good()
+        entry = self._newest_good(before_step)
         if entry is None:
             self._directory.check_not_lost()
             return None
@@ -118,7 +125,7 @@ class Restoration:
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
         self._saving.note_resumed(entry, costs)
-        self._saved_state.settings.restore(training["settings"])
+        self._saved_state.settings.restore(training["settings"], is_reported=reports_settings)
         self._record.emit(
             run_events.Resumed(
                 checkpoint=entry.path.name, trained_batches=self._saved_state.position()[1]
@@ -142,7 +149,7 @@ class Restoration:
         if ranks_in(training) != self._ranks.world_size:
             return
         self._record.compare_repeated_steps(
-            is_exact=_is_deterministic(self._parts.device_type()), precision=self._policy.precision
+            is_exact=is_deterministic(self._parts.device_type()), precision=self._policy.precision
         )
 
     def _same_for_all(self) -> dict[str, Any]:
@@ -418,6 +425,6 @@ def check_own(training: Mapping[str, Any]) -> None:
     )
 
 
-def _is_deterministic(device_type: str) -> bool:
+def is_deterministic(device_type: str) -> bool:
     """Return whether a repeated step has the same bits on this type of device."""
     return device_type == "cpu" or torch.are_deterministic_algorithms_enabled()

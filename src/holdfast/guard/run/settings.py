@@ -33,7 +33,7 @@ class RunSettings:
         """Return the settings at the start of the run, keyed as in `Parts.settings`."""
         return self._begun_with
 
-    def restore(self, begun_with: dict[str, Any]) -> None:
+    def restore(self, begun_with: dict[str, Any], *, is_reported: bool) -> None:
         """Adopt the settings in a checkpoint, and report those that the script has changed.
 
         The settings in the checkpoint override those in the script, except for the flags that only
@@ -41,6 +41,7 @@ class RunSettings:
 
         Args:
             begun_with: The settings in the checkpoint, which are those at the start of the run.
+            is_reported: Whether to report the settings that the script has changed.
         """
         own_settings = self._begun_with
         own_flags = {
@@ -56,7 +57,7 @@ class RunSettings:
                 replaced.append(f"{name}: {_text(value)} before, now {_text(own_settings[name])}")
             else:
                 restored.append(f"{name}: {value!r} stays, not {own_settings[name]!r}")
-        if restored:
+        if restored and is_reported:
             self._record.emit(run_events.SettingsKept(changed=tuple(restored[:_MOST_NAMES])))
         if replaced:
             self._record.emit(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.errors import PolicyError
-from holdfast.recorder.run_files import ATTEMPT_VARIABLE, OBSERVE_VARIABLE
+from holdfast.recorder.run_files import ATTEMPT_VARIABLE, OBSERVE_VARIABLE, RESUME_VARIABLE
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.output import CommandStreams
@@ -64,7 +64,13 @@ def find_program(command: Sequence[str]) -> str:
 
 
 def make_environment(
-    environment: Mapping[str, str], run_path: Path, attempt: int, mark: str, *, observe: bool
+    environment: Mapping[str, str],
+    run_path: Path,
+    attempt: int,
+    mark: str,
+    *,
+    observe: bool,
+    resume: bool = False,
 ) -> dict[str, str]:
     """Return the environment of a supervised command.
 
@@ -74,10 +80,13 @@ def make_environment(
         attempt: Number of the attempt.
         mark: Identifies the supervisor; every process of the command inherits it.
         observe: Whether the command's Python processes record themselves.
+        resume: Whether they save and resume their script.
     """
     command_environment = dict(environment)
     if observe:
         command_environment = make_observed_environment(environment, run_path, attempt)
+        if resume:
+            command_environment[RESUME_VARIABLE] = "1"
     else:
         # Otherwise, output that Python still buffers would be lost if the command were killed.
         command_environment.setdefault("PYTHONUNBUFFERED", "1")

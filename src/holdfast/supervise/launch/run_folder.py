@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -56,16 +57,20 @@ _GIT_HEADER = "# branch."
 
 
 def choose_folder(
-    command: Sequence[str], started: float, parent: Path = Path(_RUNS_FOLDER)
+    command: Sequence[str], started: float | None, parent: Path = Path(_RUNS_FOLDER)
 ) -> Path:
-    """Return a path for a new run directory, which does not exist yet.
+    """Return a path for the directory of a run.
 
     Args:
         command: The command. Its script, module or program becomes the first part of the name.
-        started: Unix time in seconds; the second part of the name is this time in UTC.
+        started: Unix time in seconds; the second part of the name is this time in UTC, and the
+            directory does not exist yet. None for a path that is the same for each run of this
+            command.
         parent: The directory of all runs.
     """
     name = re.sub(r"[^\w.-]", "_", _name_of_command(command))[:_MAX_NAME_LENGTH] or "run"
+    if started is None:
+        return parent / name
     name = f"{name}-{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}"
     path = parent / name
     for number in itertools.count(2):
@@ -83,6 +88,34 @@ def _name_of_command(command: Sequence[str]) -> str:
         if word == "-m":
             return next_word
     return Path(command[0]).name
+
+
+def is_complete(path: Path, command: Sequence[str]) -> bool:
+    """Return whether a run of an unchanged script has ended with exit code 0 in a directory.
+
+    Args:
+        path: The run directory, which may not exist yet.
+        command: The command that is about to be started there.
+
+    Raises:
+        RunDirectoryError: H737 if another command has started the run.
+    """
+    description: Any = None
+    # If the description is missing or damaged, the run is started.
+    with suppress(OSError, ValueError, RecursionError):
+        description = json.loads(read_file(path.expanduser() / SUPERVISED_FILE))
+    if not isinstance(description, dict):
+        return False
+    before = description.get("argv")
+    now = facts_of_start(command, 0.0)["argv"]
+    if before != now:
+        raise RunDirectoryError(
+            f"{path} belongs to the command {shlex.join(map(str, before or []))!r}",
+            limit=f"it cannot be resumed with {shlex.join(now)!r}",
+            fix="use the same command, or another --run-dir.",
+            rule="H737",
+        )
+    return bool(description.get("complete"))
 
 
 class RunFolder:
@@ -159,6 +192,14 @@ class RunFolder:
                     yield attempt
         for _, process in read_processes(self.path):
             yield process.attempt
+
+    def note_complete(self) -> None:
+        """Record that the command has ended with exit code 0, so that it is not started again."""
+        if self._git_thread is not None:
+            self._git_thread.join(_GIT_LAST_SECONDS)
+        # The run has ended well, even if this cannot be written.
+        with suppress(OSError):
+            self._write({**self._description, "complete": True})
 
     def write_description(self, command: Sequence[str], started: float) -> None:
         """Write the description of the run before its command starts.

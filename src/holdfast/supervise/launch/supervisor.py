@@ -76,6 +76,7 @@ class RunOptions:
         grace_seconds: Time between the request to end the command and SIGKILL.
         max_log_bytes: Maximum size of the output log.
         requeue: Whether to ask Slurm to requeue the job after the training script has stopped.
+        resume: Whether to save and resume a training script that does not use holdfast.
     """
 
     command: tuple[str, ...]
@@ -89,6 +90,7 @@ class RunOptions:
     grace_seconds: float = 25.0
     max_log_bytes: int = 256 << 20
     requeue: bool = False
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +206,8 @@ class Supervisor:
                 if isinstance(decision, EndRun):
                     break
                 self._number += 1
+            if self._options.resume and end.status == 0 and judgement.stopped_by is None:
+                self._folder.note_complete()
             exit_code, why = self._requeue(judgement, end.exit_code, decision.why)
             self.emit(process_events.Stopped(why=why))
             if self._hosts is not None:
@@ -266,7 +270,12 @@ class Supervisor:
         """Start the command and its output streams for this attempt."""
         options = self._options
         environment = make_environment(
-            self._environment, self.run_path, self._number, control.mark, observe=options.observe
+            self._environment,
+            self.run_path,
+            self._number,
+            control.mark,
+            observe=options.observe,
+            resume=options.resume,
         )
         streams = CommandStreams()
         self._copier.add_sources(streams.sources)

@@ -24,6 +24,7 @@ from holdfast.recorder.run_files import (
     ATTEMPT_VARIABLE,
     BOARD_FILE,
     PROCESSES_FOLDER,
+    RESUME_VARIABLE,
     SAMPLES_FILE,
     ProcessInfo,
     ProcessRole,
@@ -284,6 +285,19 @@ class ProcessObserver:
         self._write_description()
         self.emit(process_events.TorchImported(version=self._torch_version))
         self._steps = install(torch, self)
+        if RESUME_VARIABLE in os.environ and self._role == "other":
+            self._watch_script()
+
+    def _watch_script(self) -> None:
+        """Let the guard save and resume the script, because its user asked for that.
+
+        The module is imported by its name, because this package acts outside of the training loop
+        and must not depend on the guard.
+        """
+        import importlib
+
+        module = importlib.import_module("holdfast.guard.unchanged.start")
+        module.start(self._run_path, self.emit, self.note_error)
 
     def _after_fork(self) -> None:
         """Start observing a forked process, with its own board."""

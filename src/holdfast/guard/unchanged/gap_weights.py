@@ -1,0 +1,78 @@
+"""Keep the weights with which the script evaluates its models between two loops.
+
+The code between two finished loops runs again after a resume. If it uses the models there, outside
+of a ``for`` statement over a loader, it needs the weights of that moment, since the result may
+decide whether training goes on. They are kept in the run directory:
+
+weights/<number of finished loops>.pt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+# While the script's finished loops are not run again, `torch.save` does nothing.
+_save = torch.save
+
+
+class GapWeights:
+    """Saves the weights at the first use of a model between two loops.
+
+    Args:
+        run_dir: The run directory of the guard.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "weights"
+        self._remove_hook: Callable[[], None] | None = None
+
+    def watch(self, number: int, models: Mapping[str, nn.Module]) -> None:
+        """Begin to watch for a use of the models, because a loop that trains has ended.
+
+        Args:
+            number: The number of finished loops.
+            models: The models by name.
+        """
+        self.stop()
+
+        def save_once(*_: Any) -> None:
+            self.stop()
+            self.save(number, models)
+
+        self._remove_hook = register_module_forward_pre_hook(save_once).remove
+
+    def stop(self) -> None:
+        """Stop watching, because another loop begins."""
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None
+
+    def save(self, number: int, models: Mapping[str, nn.Module]) -> None:
+        """Save the current weights.
+
+        Raises:
+            OSError: If the disk is full or fails.
+        """
+        self._folder.mkdir(exist_ok=True)
+        draft = self._folder / f".tmp-{number}.pt"
+        _save({name: model.state_dict() for name, model in models.items()}, draft)
+        draft.replace(self._path(number))
+
+    def load(self, number: int, models: Mapping[str, nn.Module]) -> None:
+        """Load the weights that were used after this number of loops, if any were."""
+        path = self._path(number)
+        if not path.exists():
+            return
+        states = torch.load(path, map_location="cpu", weights_only=True)
+        for name, model in models.items():
+            if name in states:
+                model.load_state_dict(states[name])
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number}.pt"

@@ -1,0 +1,214 @@
+"""Find the statement of the script that iterates a loader, and whether such a loop can be resumed.
+
+Between the statement and the loader there may be wrappers: generators such as tqdm or a function of
+the script that moves batches to a device, and objects such as ``enumerate``. A loop can be resumed
+in the middle only if each wrapper can be told how many batches were skipped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, GeneratorType
+from typing import Any
+
+from holdfast.guard.unchanged.bytecode import (
+    is_comprehension,
+    is_requested_by_for,
+    targets_of_enclosing_loops,
+)
+from holdfast.guard.unchanged.stack import is_script_file
+
+# Libraries whose loops have an integration, by the name of their top-level package.
+_INTEGRATIONS = {
+    "accelerate": "`holdfast.integrations.accelerate`",
+    "lightning": "`holdfast.integrations.lightning`",
+    "pytorch_lightning": "`holdfast.integrations.lightning`",
+    "speechbrain": "`holdfast.integrations.speechbrain`",
+    "transformers": "`holdfast.integrations.transformers`",
+}
+# Objects of these libraries may refer to an iterator without requesting values from it.
+_PROGRESS_BARS = ("tqdm", "rich", "alive_progress")
+# CPython stores the counter of ``enumerate`` right after the header of the object.
+_ENUMERATE_COUNTER = object.__basicsize__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlace:
+    """The statement that requests the batches of a loop.
+
+    It holds no frame, since a frame refers to the iterator of its loop, which must be freed at once
+    when the loop is left.
+    """
+
+    file: str
+    line: int
+    function: str
+    # The code of the function, and the offset of the instruction that requests a batch.
+    code: CodeType
+    offset: int
+    # Why the loop cannot be resumed, as a clause about it. None for a ``for`` statement.
+    problem: str | None
+    # What the user can do about the problem.
+    fix: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the position as text, such as ``train.py:31``."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    def is_same_as(self, name: str, function: str) -> bool:
+        """Return whether another attempt has recorded this place under these names."""
+        return (self.name, self.function) == (name, function)
+
+
+def find_place(frame: FrameType) -> LoopPlace:
+    """Return the statement that requests a batch.
+
+    Args:
+        frame: The frame that has called ``__next__`` of a loader's iterator.
+    """
+    problem = None
+    fix = "iterate the loader with a `for` statement."
+    while frame.f_code.co_flags & inspect.CO_GENERATOR and problem is None:
+        problem = _problem_of(frame)
+        if problem is None and frame.f_back is not None:
+            frame = frame.f_back
+    if problem is None:
+        problem = _problem_of(frame)
+    library = _library_of(frame)
+    if library is not None:
+        problem = f"runs in the package {library!r}, not in the script"
+        fix = "use a Guard in a loop of your own."
+        if library in _INTEGRATIONS:
+            fix = f"use the integration {_INTEGRATIONS[library]}, which saves with the framework."
+    return LoopPlace(
+        file=frame.f_code.co_filename,
+        line=frame.f_lineno,
+        function=frame.f_code.co_qualname,
+        code=frame.f_code,
+        offset=frame.f_lasti,
+        problem=problem,
+        fix=fix,
+    )
+
+
+def _problem_of(frame: FrameType) -> str | None:
+    """Return why one of the frames between the loader and the loop prevents a resume, or None."""
+    flags = frame.f_code.co_flags
+    if flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return "is asynchronous"
+    if not is_requested_by_for(frame):
+        return "takes its batches with next() and not with a `for` statement"
+    if is_comprehension(frame.f_code, frame.f_lasti):
+        return "is a comprehension, whose values are in no variable"
+    return None
+
+
+def _library_of(frame: FrameType) -> str | None:
+    """Return the top-level package of a frame that belongs to a library, or None."""
+    if is_script_file(frame.f_code.co_filename):
+        return None
+    return str(frame.f_globals.get("__name__", "?")).partition(".")[0]
+
+
+def loop_frame(frame: FrameType, place: LoopPlace) -> FrameType | None:
+    """Return the frame of a loop on the stack, from the given frame outward, or None."""
+    current: FrameType | None = frame
+    while current is not None:
+        if current.f_code is place.code:
+            return current
+        current = current.f_back
+    return None
+
+
+def enclosing_targets(frames: list[FrameType]) -> dict[str, Any]:
+    """Return the values of the targets of all running ``for`` statements, such as ``epoch``.
+
+    Only numbers and strings are returned, by the names of the function and the variable.
+    """
+    values = {}
+    for frame in frames:
+        variables = frame.f_locals
+        for name in sorted(targets_of_enclosing_loops(frame.f_code, frame.f_lasti)):
+            value = variables.get(name)
+            if isinstance(value, (bool, int, float, str)):
+                values[f"{frame.f_code.co_qualname}.{name}"] = value
+    return values
+
+
+# --- wrappers around the iterator of a loader -----------------------------------------------------
+
+
+def find_counters(iterator: object, frame: FrameType) -> list[enumerate[Any]] | None:
+    """Return the ``enumerate`` objects through which a loop requests its batches.
+
+    Args:
+        iterator: The iterator that the script has received from its loader.
+        frame: The frame that has called its ``__next__``.
+
+    Returns:
+        The objects, or None if the loop uses a wrapper that cannot be told how many batches were
+        skipped, such as ``zip`` or ``itertools.islice``.
+    """
+    pending: list[Any] = [iterator]
+    current: FrameType | None = frame
+    while current is not None and current.f_code.co_flags & inspect.CO_GENERATOR:
+        generator = _generator_of(current)
+        if generator is None:
+            return None
+        pending.append(generator)
+        current = current.f_back
+    counters: list[enumerate[Any]] = []
+    # The lists of this function refer to the objects too.
+    own_lists = [pending, counters]
+    for wrapped in pending:
+        referrers = gc.get_referrers(wrapped)
+        own_lists.append(referrers)
+        for referrer in referrers:
+            if isinstance(referrer, FrameType) or _contains(own_lists, referrer):
+                continue
+            if type(referrer) is enumerate and _counter_can_be_set(referrer):
+                counters.append(referrer)
+                # The object may be wrapped itself.
+                pending.append(referrer)
+            elif not _is_progress_bar(referrer):
+                return None
+    return counters
+
+
+def _contains(values: list[Any], value: object) -> bool:
+    """Return whether a list contains an object itself.
+
+    This is a function of its own, because a generator expression in `find_counters` would put the
+    referrer into a cell, which would then refer to it too.
+    """
+    return any(value is candidate for candidate in values)
+
+
+def _generator_of(frame: FrameType) -> object | None:
+    for candidate in gc.get_objects():
+        if type(candidate) is GeneratorType and candidate.gi_frame is frame:
+            return candidate
+    return None
+
+
+def _is_progress_bar(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in _PROGRESS_BARS
+
+
+def advance_counter(counter: enumerate[Any], batches: int) -> None:
+    """Let an ``enumerate`` continue as if it had already yielded some batches."""
+    _counter_field(counter).value += batches
+
+
+def _counter_can_be_set(counter: enumerate[Any]) -> bool:
+    """Return whether the counter is where we expect it in memory."""
+    return bool(_counter_field(counter).value == counter.__reduce__()[1][1])
+
+
+def _counter_field(counter: enumerate[Any]) -> ctypes.c_ssize_t:
+    return ctypes.c_ssize_t.from_address(id(counter) + _ENUMERATE_COUNTER)

@@ -1,0 +1,91 @@
+"""A loop of the script over a torch ``DataLoader``, and the iterator that the loop gets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from holdfast.guard.unchanged.loop_places import LoopPlace
+from holdfast.guard.unchanged.saved_script import LoaderStart
+from holdfast.loader.random_state import RandomState
+
+
+@dataclass(slots=True, eq=False)
+class Loop:
+    """A loop that has begun to iterate a loader.
+
+    It must not refer to the `LoopIterator`, since that is freed, and the end of the loop noticed,
+    only if nothing refers to it.
+    """
+
+    loader: DataLoader[Any]
+    start: LoaderStart
+    # torch's iterator. None in a loop that has been recorded and is not run again.
+    batches: Iterator[Any] | None
+    # Where the script has requested the iterator, such as ``train.py:31``.
+    created_at: str
+    # The statement that requests the batches. None before the first request.
+    place: LoopPlace | None = None
+    # The targets of the enclosing ``for`` statements when the loop began.
+    enclosing: dict[str, Any] = field(default_factory=dict)
+    # The number of batches that the script has received.
+    handed_out: int = 0
+    # The batch that the script has received last.
+    last_batch: Any = None
+    # The random state before that batch was fetched.
+    before_last: RandomState | None = None
+    # Whether an optimizer has stepped in this loop.
+    has_steps: bool = False
+    # Whether a boundary in the middle of this loop can be saved. None if that is not known yet.
+    can_resume_inside: bool | None = None
+    is_finished: bool = False
+
+
+class LoopWatcher(Protocol):
+    """What a `LoopIterator` tells about its loop."""
+
+    def next_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> Any:
+        """Return the next batch of a loop, or raise StopIteration."""
+
+    def note_dropped(self, loop: Loop, frame: FrameType | None) -> None:
+        """Record that the script has left a loop."""
+
+
+class LoopIterator:
+    """The iterator that the script gets from a ``DataLoader``, in place of torch's own one.
+
+    Args:
+        watcher: Records what happens in the loop.
+        loop: The loop.
+    """
+
+    def __init__(self, watcher: LoopWatcher, loop: Loop) -> None:
+        self._watcher = watcher
+        self._loop = loop
+
+    def __iter__(self) -> LoopIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._watcher.next_batch(self._loop, self, sys._getframe(1))
+
+    def __len__(self) -> int:
+        return len(self._loop.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        # A script may use other attributes of torch's iterator. Names with two underscores are
+        # looked up by `copy` and others before `_loop` exists.
+        if name.startswith("__") or name in ("_loop", "_watcher"):
+            raise AttributeError(name)
+        return getattr(self._loop.batches, name)
+
+    def __del__(self) -> None:
+        loop = self.__dict__.get("_loop")
+        if loop is not None and not loop.is_finished:
+            # At the end of the process, no frame may be left.
+            self._watcher.note_dropped(loop, sys._getframe().f_back)

@@ -1,0 +1,218 @@
+"""Compare the steps that a resumed script repeats with what its earlier attempt has recorded.
+
+The guard compares losses and gradient norms. Here, each boundary is compared: the batch, the random
+state, the settings of the optimizers and the counters in the function that trains. A difference
+shows that the script depends on something that no checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.loader.random_state import RandomState
+
+_FILE = "boundaries.jsonl"
+_EARLIER_FILE = "boundaries.earlier.jsonl"
+# When the file has reached this size, it becomes the earlier one. A line has about 300 bytes.
+_MOST_BYTES = 16 << 20
+# Only so many elements of a tensor are compared, at equal distances.
+_MOST_ELEMENTS = 1024
+# A batch may be nested to this depth.
+_MOST_LEVELS = 4
+
+
+def describe_boundary(
+    batch: Any,
+    random_state: RandomState,
+    optimizers: Mapping[str, Optimizer],
+    variables: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what is compared at a boundary, as JSON values.
+
+    Args:
+        batch: The last batch.
+        random_state: The random state before the next batch.
+        optimizers: The optimizers by name.
+        variables: The local variables of the function that trains.
+    """
+    return {
+        "batch": _digest_of_batch(batch, 0),
+        "random": _digest_of_random_state(random_state),
+        "settings": {name: _settings_of(optimizer) for name, optimizer in optimizers.items()},
+        "counters": {
+            name: value for name, value in variables.items() if type(value) in (int, bool)
+        },
+    }
+
+
+def _digest_of_batch(batch: Any, level: int) -> int:
+    if isinstance(batch, torch.Tensor):
+        return _digest_of_tensor(batch)
+    if isinstance(batch, (int, float, str, bytes, bool)):
+        return zlib.crc32(repr(batch).encode())
+    if level >= _MOST_LEVELS:
+        return 0
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        parts = batch
+    digest = 0
+    for part in parts:
+        digest = zlib.crc32(_digest_of_batch(part, level + 1).to_bytes(4, "little"), digest)
+    return digest
+
+
+def _digest_of_tensor(tensor: torch.Tensor) -> int:
+    """Return a checksum of some elements of a tensor on the host, or 0 for any other one."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return 0
+    flat = tensor.detach().reshape(-1)
+    distance = -(-flat.numel() // _MOST_ELEMENTS)
+    some = flat[::distance].contiguous()
+    return zlib.crc32(some.view(torch.uint8).numpy().data)
+
+
+def _digest_of_random_state(state: RandomState) -> int:
+    digest = zlib.crc32(state.cpu.numpy().data)
+    for device_state in state.devices.values():
+        digest = zlib.crc32(device_state.numpy().data, digest)
+    # The hash of numbers is the same in each process. The third entry may be None, whose is not.
+    _, words, next_normal = state.python
+    digest = zlib.crc32(f"{hash(words)} {next_normal}".encode(), digest)
+    if isinstance(state.numpy, tuple):
+        digest = zlib.crc32(state.numpy[1].data, digest)
+    return digest
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name != "params" and isinstance(value, (bool, int, float, tuple, type(None)))
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class BoundaryLog:
+    """Records the boundaries of an attempt in files, and compares them with an earlier attempt's.
+
+    A line survives if the process is killed. If the disk is full, no further boundary is recorded.
+
+    Args:
+        run_dir: The run directory of the guard.
+        resumed_step: The global step from which this attempt continues. None if it starts from the
+            beginning. Its random numbers may then be others than before.
+    """
+
+    def __init__(self, run_dir: Path, resumed_step: int | None) -> None:
+        self._path = run_dir / _FILE
+        self._earlier_path = run_dir / _EARLIER_FILE
+        # The boundaries that the earlier attempt has recorded, by global step.
+        self._expected: dict[int, dict[str, Any]] = {}
+        if resumed_step is None:
+            self._path.unlink(missing_ok=True)
+            self._earlier_path.unlink(missing_ok=True)
+        else:
+            recorded = self._read()
+            self._expected = {step: recorded[step] for step in recorded if step > resumed_step}
+        self._descriptor: int | None = os.open(
+            self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600
+        )
+        self._size = os.fstat(self._descriptor).st_size
+        # The number of boundaries that were equal to those of the earlier attempt.
+        self.equal_boundaries = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether there is no boundary left to compare."""
+        return not self._expected
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """Return the recorded boundaries by global step. The newest one of each step counts."""
+        boundaries: dict[int, dict[str, Any]] = {}
+        for path in (self._earlier_path, self._path):
+            try:
+                lines = path.read_bytes().splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                try:
+                    boundary = json.loads(line)
+                    boundaries[int(boundary.pop("step"))] = boundary
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    # The last line is incomplete if the machine has crashed.
+                    continue
+        return boundaries
+
+    def note(self, global_step: int, boundary: dict[str, Any]) -> str | None:
+        """Record a boundary, and compare it with that of the earlier attempt.
+
+        Args:
+            global_step: The number of steps before the boundary.
+            boundary: The result of `describe_boundary`.
+
+        Returns:
+            A clause that names the difference, or None.
+        """
+        # The comparison is between values as JSON represents them.
+        line = json.dumps({"step": global_step, **boundary}, default=str)
+        expected = self._expected.pop(global_step, None)
+        if expected is not None:
+            difference = _difference(expected, json.loads(line))
+            if difference is not None:
+                return f"after step {global_step}, {difference}"
+            self.equal_boundaries += 1
+        self._append(line.encode() + b"\n")
+        return None
+
+    def _append(self, line: bytes) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            if self._size > _MOST_BYTES:
+                os.close(self._descriptor)
+                self._path.replace(self._earlier_path)
+                self._descriptor = os.open(
+                    self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600
+                )
+                self._size = 0
+            self._size += os.write(self._descriptor, line)
+        except OSError:
+            self._descriptor = None
+
+
+def _difference(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return a clause that names what differs between two boundaries, or None."""
+    if expected["batch"] != now["batch"]:
+        return "the batch was another one"
+    if expected["random"] != now["random"]:
+        return "the random state is another one"
+    for name, groups in expected["settings"].items():
+        for number, group in enumerate(groups):
+            change = _changed_value(group, _entry(now["settings"].get(name, []), number))
+            if change is not None:
+                return f"in parameter group {number} of optimizer {name!r}, {change}"
+    change = _changed_value(expected["counters"], now["counters"])
+    return None if change is None else f"variable {change}"
+
+
+def _entry(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
+    return groups[number] if number < len(groups) else {}
+
+
+def _changed_value(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    for name, value in expected.items():
+        if name in now and now[name] != value:
+            return f"{name} was {value!r} and is {now[name]!r}"
+    return None

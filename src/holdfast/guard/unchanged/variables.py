@@ -1,0 +1,549 @@
+"""Save the variables of the script, and give them back their values after a resume.
+
+The variables are the local variables of the script's functions on the stack, and the global
+variables of its modules. What they refer to is restored in place where possible, since other
+objects may refer to it too. See ``variable_kinds`` for what is saved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from holdfast.guard.scheduler_state import load_state, state_of
+from holdfast.guard.state.trees import copied
+from holdfast.guard.unchanged.stack import (
+    is_module_level,
+    is_script_class,
+    modules_of_script,
+    write_locals,
+)
+from holdfast.guard.unchanged.variable_kinds import (
+    MAPPINGS,
+    SCALARS,
+    SMALL_BYTES,
+    Tree,
+    attributes_of_class,
+    attributes_of_module,
+    can_be_stored,
+    class_name,
+    kind_of,
+)
+from holdfast.loader.foreign.carried_state import sources_of_state
+from holdfast.loader.samplers import is_stateful
+
+# Names that Python itself assigns in every module.
+_OWN_NAMES_OF_MODULES = frozenset(
+    {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__",
+     "__spec__", "__annotations__", "__warningregistry__"}
+)  # fmt: skip
+# An intermediate result of the script, such as the output of its model, is saved only up to this
+# size, because it takes no part in later steps.
+_MOST_BYTES_OF_RESULT = 1 << 20
+_MISSING = object()
+
+
+def namespaces(frames: Iterable[FrameType]) -> dict[str, dict[str, Any]]:
+    """Return the variables of the script, by the name of the function or module.
+
+    Args:
+        frames: The frames of the script on the stack, from the innermost one outward.
+    """
+    outward = list(frames)
+    spaces: dict[str, dict[str, Any]] = {}
+    functions = [frame for frame in outward if not is_module_level(frame)]
+    for depth, frame in enumerate(reversed(functions)):
+        spaces[f"{depth} {frame.f_code.co_qualname}"] = frame.f_locals
+    # A script that another one runs with `runpy` may be in no imported module.
+    modules = [frame.f_globals for frame in reversed(outward)]
+    modules += [vars(module) for module in modules_of_script()]
+    unique = {id(variables): variables for variables in modules}
+    for variables in unique.values():
+        name = str(variables.get("__name__"))
+        while name in spaces:
+            name += "'"
+        spaces[name] = variables
+    return spaces
+
+
+class LargeData:
+    """Recognizes large tensors and arrays that have not changed since training began.
+
+    These are data sets in memory. The script creates them again in each attempt, so they need not
+    be saved.
+    """
+
+    def __init__(self) -> None:
+        # While this is True, all large data is recorded as it occurs.
+        self.is_recording = False
+        # The version counter of each large tensor, and the checksum of each large array, by `id`.
+        # The objects are kept alive so that their ids are not reused.
+        self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
+        self._arrays: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
+
+    def _record(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
+            if not value.requires_grad and not value.is_inference():
+                self._tensors[id(value)] = (value, value._version)
+        elif isinstance(value, np.ndarray) and value.nbytes > SMALL_BYTES:
+            self._arrays[id(value)] = (value, _checksum(value))
+
+    def is_unchanged(self, value: Any) -> bool:
+        """Return whether a value was recorded, and has the same contents as then."""
+        if self.is_recording:
+            self._record(value)
+        if id(value) in self._tensors:
+            return bool(value._version == self._tensors[id(value)][1])
+        if id(value) in self._arrays:
+            return _checksum(value) == self._arrays[id(value)][1]
+        return False
+
+
+def _checksum(array: np.ndarray[Any, Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+class VariableWriter:
+    """Turns the variables of the script into a tree for a checkpoint.
+
+    Args:
+        held: The `id` of each module, parameter and buffer that the guard saves.
+        large_data: Recognizes data that need not be saved.
+        only_small: Whether to leave out all large tensors and arrays.
+    """
+
+    def __init__(
+        self,
+        held: frozenset[int],
+        large_data: LargeData,
+        *,
+        only_small: bool = False,
+    ) -> None:
+        self._held = held
+        self._large_data = large_data
+        self._only_small = only_small
+        # A number for each object that may occur more than once, by its `id`.
+        self._numbers: dict[int, int] = {}
+        # Keeps the objects alive, so that their ids are unique.
+        self._objects: list[Any] = []
+
+    def write(
+        self, frames: list[FrameType], about_to_be_assigned: frozenset[str] = frozenset()
+    ) -> dict[str, Tree]:
+        """Return the variables of the script by namespace and name.
+
+        Args:
+            frames: The frames of the script on the stack, from the innermost one outward.
+            about_to_be_assigned: Names of local variables of the innermost frame to leave out.
+        """
+        spaces = namespaces(frames)
+        innermost = frames[0].f_locals if frames else None
+        return {
+            space: self._namespace(
+                variables, about_to_be_assigned if variables is innermost else frozenset()
+            )
+            for space, variables in spaces.items()
+        }
+
+    def _namespace(self, variables: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Tree]:
+        trees = {}
+        for name, value in list(variables.items()):
+            if name in _OWN_NAMES_OF_MODULES or name in left_out:
+                continue
+            if isinstance(value, (FunctionType, ModuleType)):
+                continue
+            trees[name] = self.tree_of(value)
+        return trees
+
+    def tree_of(self, value: Any) -> Tree:
+        """Return the saved form of a value."""
+        if type(value) in SCALARS:
+            return value
+        kind = kind_of(value)
+        if kind == "number":
+            return ["number", value]
+        if kind == "omitted" or id(value) in self._held:
+            return self._module(value) if kind == "module" else _omitted(value)
+        if id(value) in self._numbers:
+            return ["same", self._numbers[id(value)]]
+        number = len(self._objects)
+        self._numbers[id(value)] = number
+        self._objects.append(value)
+        writer: Callable[[Any, int], Tree] = getattr(self, f"_{kind}", self._container)
+        return writer(value, number)
+
+    def _container(self, value: Any, number: int) -> Tree:
+        kind = type(value).__name__
+        if isinstance(value, MAPPINGS):
+            if not all(_is_key(key) for key in value):
+                return _omitted(value)
+            return [
+                "dict",
+                number,
+                [[_key(key), self.tree_of(item)] for key, item in value.items()],
+            ]
+        if {type(item) for item in value} <= set(SCALARS):
+            # A long list of numbers, such as a history of losses, is saved at once.
+            return [kind, number, list(value)]
+        return [kind, number, [self.tree_of(item) for item in value]]
+
+    def _object(self, value: Any, number: int) -> Tree:
+        return ["object", number, class_name(type(value)), self._attributes(vars(value))]
+
+    def _enum(self, value: Enum, _number: int) -> Tree:
+        return ["enum", class_name(type(value)), value.name]
+
+    def _class(self, value: type, number: int) -> Tree:
+        return ["class", number, class_name(value), self._attributes(attributes_of_class(value))]
+
+    def _attributes(self, attributes: Mapping[str, Any]) -> dict[str, Tree]:
+        return {
+            name: self.tree_of(value)
+            for name, value in list(attributes.items())
+            if isinstance(name, str) and not isinstance(value, (FunctionType, ModuleType))
+        }
+
+    def _tensor(self, value: torch.Tensor, number: int) -> Tree:
+        if self._large_data.is_unchanged(value):
+            return ["unchanged"]
+        limit = SMALL_BYTES if self._only_small else _limit_of(value)
+        is_plain = value.layout is torch.strided and not value.is_meta
+        if not is_plain or value.nbytes > limit:
+            return _omitted(value)
+        is_variable = value.requires_grad and value.is_leaf
+        return ["tensor", number, value.detach().clone(), is_variable, str(value.device)]
+
+    def _array(self, value: np.ndarray[Any, Any], number: int) -> Tree:
+        if self._large_data.is_unchanged(value):
+            return ["unchanged"]
+        if self._only_small and value.nbytes > SMALL_BYTES:
+            return _omitted(value)
+        return ["array", number, value.copy()]
+
+    def _generator(self, value: Any, _number: int) -> Tree:
+        return ["generator", _state_of_generator(value)]
+
+    def _loader(self, value: Any, _number: int) -> Tree:
+        return ["loader", states_of_sources(value)]
+
+    def _stateful(self, value: Any, _number: int) -> Tree:
+        state = state_of(value) if isinstance(value, LRScheduler) else value.state_dict()
+        if not can_be_stored(state):
+            return _omitted(value)
+        return ["stateful", class_name(type(value)), copied(state)]
+
+    def _module(self, value: nn.Module, _number: int = 0) -> Tree:
+        attributes = {
+            name: self._attributes(attributes_of_module(module))
+            for name, module in value.named_modules()
+        }
+        state = None
+        if not _holds_all(self._held, value) and not self._only_small:
+            state = copied(dict(value.state_dict()))
+            if not can_be_stored(state):
+                state = None
+        return ["module", attributes, state]
+
+
+def _holds_all(held: frozenset[int], module: nn.Module) -> bool:
+    """Return whether the guard saves all parameters and buffers of a module."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return all(id(tensor) in held for tensor in tensors)
+
+
+def _limit_of(value: torch.Tensor) -> float:
+    """Return the size in bytes up to which a tensor is saved."""
+    return float("inf") if value.grad_fn is None else _MOST_BYTES_OF_RESULT
+
+
+def _omitted(value: Any) -> Tree:
+    return ["omitted", class_name(type(value))]
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_key, key))
+    return type(key) in SCALARS
+
+
+def _key(key: Any) -> Tree:
+    return ["tuple", 0, [_key(item) for item in key]] if type(key) is tuple else key
+
+
+def _state_of_generator(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return value.bit_generator.state
+
+
+def states_of_sources(loader: Any) -> list[Any]:
+    """Return the states of a loader's random generators and stateful samplers."""
+    return [
+        copied(source.state_dict()) if is_stateful(source) else _state_of_generator(source)
+        for source in sources_of_state(loader)
+    ]
+
+
+def restore_sources(loader: Any, states: Iterable[Any]) -> None:
+    """Restore the states that `states_of_sources` has returned."""
+    for source, state in zip(sources_of_state(loader), states, strict=False):
+        if is_stateful(source):
+            source.load_state_dict(copied(state))
+        else:
+            _restore_generator(source, state)
+
+
+def _restore_generator(value: Any, state: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    else:
+        value.bit_generator.state = state
+
+
+class VariableReader:
+    """Gives the variables of the script the values in a tree that `VariableWriter` has returned."""
+
+    def __init__(self) -> None:
+        # The restored objects by their number.
+        self._objects: dict[int, Any] = {}
+
+    def restore(self, saved: Mapping[str, Mapping[str, Tree]], frames: list[FrameType]) -> None:
+        """Restore the variables of the script.
+
+        Variables that did not exist when they were saved are left alone.
+
+        Args:
+            saved: The saved variables by namespace.
+            frames: The frames of the script on the stack, from the loop outward. They must be those
+                of the same functions as when the variables were saved.
+        """
+        spaces = namespaces(frames)
+        functions = [frame for frame in frames if not is_module_level(frame)]
+        by_space = {
+            f"{depth} {frame.f_code.co_qualname}": frame
+            for depth, frame in enumerate(reversed(functions))
+        }
+        for space, trees in saved.items():
+            if space not in spaces:
+                continue
+            values = {}
+            for name, tree in trees.items():
+                live = spaces[space].get(name, _MISSING)
+                value = self.value_of(tree, live)
+                if value is not _MISSING and value is not live:
+                    values[name] = value
+            if space in by_space:
+                write_locals(by_space[space], values)
+            else:
+                spaces[space].update(values)
+
+    def value_of(self, tree: Tree, live: Any) -> Any:
+        """Return the value of a saved variable.
+
+        Args:
+            tree: The saved form of the value.
+            live: The current value of the variable, which is changed in place if it is of the same
+                kind.
+        """
+        if not isinstance(tree, list):
+            return tree
+        kind = tree[0]
+        if kind in ("omitted", "unchanged"):
+            return live
+        if kind == "same":
+            return self._objects.get(tree[1], live)
+        if kind == "number":
+            return tree[1]
+        reader: Callable[[Tree, Any], Any] = getattr(self, f"_{kind}")
+        return reader(tree, live)
+
+    # --- containers
+
+    def _items(self, tree: Tree, live: Any) -> list[Any]:
+        """Return the items of a sequence, restored in place where they exist already."""
+        present = list(live) if type(live).__name__ == tree[0] else []
+        present += [_MISSING] * (len(tree[2]) - len(present))
+        items = [self.value_of(item, old) for item, old in zip(tree[2], present, strict=False)]
+        return [None if item is _MISSING else item for item in items]
+
+    def _list(self, tree: Tree, live: Any) -> Any:
+        target = live if type(live) is list else []
+        self._objects[tree[1]] = target
+        target[:] = self._items(tree, live)
+        return target
+
+    def _deque(self, tree: Tree, live: Any) -> Any:
+        from collections import deque
+
+        target = live if type(live) is deque else deque()
+        self._objects[tree[1]] = target
+        items = self._items(tree, live)
+        target.clear()
+        target.extend(items)
+        return target
+
+    def _set(self, tree: Tree, live: Any) -> Any:
+        target = live if type(live) is set else set()
+        self._objects[tree[1]] = target
+        items = self._items(tree, live)
+        target.clear()
+        target.update(items)
+        return target
+
+    def _tuple(self, tree: Tree, live: Any) -> Any:
+        items = tuple(self._items(tree, live))
+        is_unchanged = type(live) is tuple and len(live) == len(items)
+        if is_unchanged and all(old is new for old, new in zip(live, items, strict=True)):
+            items = live
+        self._objects[tree[1]] = items
+        return items
+
+    def _frozenset(self, tree: Tree, live: Any) -> Any:
+        items = frozenset(self._items(tree, live))
+        self._objects[tree[1]] = items
+        return items
+
+    def _dict(self, tree: Tree, live: Any) -> Any:
+        target = live if type(live) in MAPPINGS else {}
+        self._objects[tree[1]] = target
+        items = {}
+        for saved_key, item in tree[2]:
+            key = self._tuple(saved_key, None) if isinstance(saved_key, list) else saved_key
+            value = self.value_of(item, target.get(key, _MISSING))
+            items[key] = None if value is _MISSING else value
+        target.clear()
+        target.update(items)
+        return target
+
+    # --- objects
+
+    def _object(self, tree: Tree, live: Any) -> Any:
+        _, number, name, attributes = tree
+        target = live
+        if live is _MISSING or class_name(type(live)) != name or _is_frozen(live):
+            cls = _find_class(name)
+            if cls is None:
+                return live
+            target = object.__new__(cls)
+        self._objects[number] = target
+        present = vars(target)
+        for gone in [key for key in present if isinstance(present[key], SCALARS)]:
+            if gone not in attributes:
+                del present[gone]
+        self._set_attributes(present, attributes)
+        return target
+
+    def _set_attributes(self, present: dict[str, Any], attributes: Mapping[str, Tree]) -> None:
+        for name, tree in attributes.items():
+            value = self.value_of(tree, present.get(name, _MISSING))
+            if value is not _MISSING:
+                present[name] = value
+
+    def _enum(self, tree: Tree, live: Any) -> Any:
+        cls = _find_class(tree[1])
+        return live if cls is None else getattr(cls, tree[2], live)
+
+    def _class(self, tree: Tree, live: Any) -> Any:
+        if isinstance(live, type) and class_name(live) == tree[2]:
+            for name, attribute in tree[3].items():
+                setattr(live, name, self.value_of(attribute, vars(live).get(name, _MISSING)))
+        return live
+
+    def _tensor(self, tree: Tree, live: Any) -> Any:
+        _, number, saved, requires_grad, device = tree
+        target = live
+        if _has_form_of(live, saved):
+            with torch.no_grad():
+                live.copy_(saved)
+        else:
+            target = saved.to(device, copy=True).requires_grad_(requires_grad)
+        self._objects[number] = target
+        return target
+
+    def _array(self, tree: Tree, live: Any) -> Any:
+        _, number, saved = tree
+        target = live
+        if (
+            isinstance(live, np.ndarray)
+            and (live.shape, live.dtype) == (saved.shape, saved.dtype)
+            and live.flags.writeable
+        ):
+            live[...] = saved
+        else:
+            target = saved
+        self._objects[number] = target
+        return target
+
+    def _generator(self, tree: Tree, live: Any) -> Any:
+        if isinstance(live, (torch.Generator, random.Random, np.random.Generator)):
+            _restore_generator(live, tree[1])
+        return live
+
+    def _loader(self, tree: Tree, live: Any) -> Any:
+        if live is not _MISSING:
+            restore_sources(live, tree[1])
+        return live
+
+    def _stateful(self, tree: Tree, live: Any) -> Any:
+        if live is not _MISSING and class_name(type(live)) == tree[1]:
+            if isinstance(live, LRScheduler):
+                load_state(live, copied(tree[2]))
+            else:
+                live.load_state_dict(copied(tree[2]))
+        return live
+
+    def _module(self, tree: Tree, live: Any) -> Any:
+        if not isinstance(live, nn.Module):
+            return live
+        if tree[2] is not None:
+            live.load_state_dict(tree[2])
+        for name, module in live.named_modules():
+            attributes = dict(tree[1].get(name, {}))
+            for buffer in module._non_persistent_buffers_set & attributes.keys():
+                module._buffers[buffer] = self.value_of(
+                    attributes.pop(buffer), module._buffers.get(buffer)
+                )
+            self._set_attributes(vars(module), attributes)
+        return live
+
+
+def _has_form_of(live: Any, saved: torch.Tensor) -> bool:
+    """Return whether a saved tensor can be copied into a live one."""
+    return (
+        isinstance(live, torch.Tensor)
+        and live.grad_fn is None
+        and not live.is_inference()
+        and (live.shape, live.dtype) == (saved.shape, saved.dtype)
+    )
+
+
+def _is_frozen(value: Any) -> bool:
+    """Return whether a value is an instance of a frozen dataclass, which must not be changed."""
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
+def _find_class(name: str) -> type | None:
+    """Return a class of the script by its saved name, or None if it no longer exists."""
+    module_name, _, qualified_name = name.partition(":")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in qualified_name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError):
+        return None
+    return value if isinstance(value, type) and is_script_class(value) else None

@@ -1,0 +1,313 @@
+"""`holdfast run --resume` with scripts that do not import holdfast, and real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from holdfast.recorder.reader import read_events
+
+PROGRAMS = Path(__file__).parent / "programs" / "unchanged"
+KILLED_AT_STEP = str(PROGRAMS / "killed_at_step.py")
+
+
+@dataclass
+class Outcome:
+    """How a script has ended, and the lines that it has printed."""
+
+    status: int
+    lines: list[str]
+    stderr: str
+
+    @property
+    def results(self) -> list[str]:
+        """The lines with the digests of the final weights."""
+        return [line for line in self.lines if line.startswith(("digest", "best"))]
+
+
+def environment(*, save_every: int) -> dict[str, str]:
+    """Return the environment of the scripts. The number of threads changes how sums are rounded."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
+        "HOLDFAST_SAVE_INTERVAL_STEPS": str(save_every),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(
+    command: list[str], folder: Path, *, kill_at_step: int | None = None, save_every: int = 5
+) -> Outcome:
+    """Run a command in a folder, and let it save every few steps."""
+    variables = environment(save_every=save_every)
+    if kill_at_step is not None:
+        variables["KILL_AT_STEP"] = str(kill_at_step)
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    )
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("---")]
+    return Outcome(done.returncode, lines, done.stderr)
+
+
+def resumable(script: Path | str, *arguments: str) -> list[str]:
+    """Return the command that runs a script with `--resume`, and does not restart it by itself."""
+    return [
+        *(sys.executable, "-m", "holdfast", "run", "--quiet", "--resume", "--max-restarts", "0"),
+        *("--", sys.executable, KILLED_AT_STEP, str(script), *arguments),
+    ]
+
+
+@cache
+def undisturbed(script: str, folder: Path) -> Outcome:
+    """Run a script without holdfast, once for all tests."""
+    return run([sys.executable, KILLED_AT_STEP, str(PROGRAMS / script)], folder)
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the runs without holdfast."""
+    return tmp_path_factory.mktemp("plain")
+
+
+def write_script(folder: Path, text: str) -> Path:
+    """Write a script for one test."""
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def guard_events(folder: Path, script: str = "killed_at_step") -> list[str]:
+    """Return the kinds of the events that the guard of an unchanged script has recorded."""
+    recording = folder / "runs" / script / "guard" / "recorder" / "rank0"
+    return [event.kind for event in read_events(recording)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "kill_at_step"),
+    [
+        ("functions.py", 47),
+        ("functions.py", 78),
+        ("early_stopping.py", 78),
+        ("counters.py", 47),
+        ("gan.py", 47),
+        ("trainer_class.py", 47),
+    ],
+)
+def test_killed_script_continues_exactly(
+    script: str, kill_at_step: int, tmp_path: Path, plain_folder: Path
+) -> None:
+    """A script that is killed and started again has the results of one that was not killed."""
+    plain = undisturbed(script, plain_folder)
+
+    killed = run(resumable(PROGRAMS / script), tmp_path, kill_at_step=kill_at_step)
+    resumed = run(resumable(PROGRAMS / script), tmp_path)
+
+    assert killed.status == 128 + signal.SIGKILL
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.results == plain.results
+    assert set(plain.lines) == set(killed.lines) | set(resumed.lines)
+    assert "steps_repeated" in guard_events(tmp_path)
+
+
+@pytest.mark.slow
+def test_best_checkpoint_of_the_script_is_not_overwritten(
+    tmp_path: Path, plain_folder: Path
+) -> None:
+    """Finished epochs are not run again, so the script's own files stay as they are."""
+    import torch
+
+    undisturbed("early_stopping.py", plain_folder)
+    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=150)
+    before = (tmp_path / "best.pt").stat().st_mtime_ns
+
+    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=12)
+
+    # The second attempt has repeated its first steps in the middle of an epoch.
+    assert (tmp_path / "best.pt").stat().st_mtime_ns == before
+    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path)
+    best = torch.load(tmp_path / "best.pt")
+    expected = torch.load(plain_folder / "best.pt")
+    assert all(torch.equal(best[name], expected[name]) for name in expected)
+
+
+HEAD = """
+import itertools
+import torch
+from digits import dataset, digest, network
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(dataset(), batch_size=8, shuffle=True)
+
+def train_on(inputs, labels):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+"""
+REFUSED = {
+    "next with a range of steps": """
+batches = iter(loader)
+for step in range(50):
+    try:
+        inputs, labels = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        inputs, labels = next(batches)
+    train_on(inputs, labels)
+""",
+    "two loaders in one loop": """
+for (inputs, labels), _ in zip(loader, DataLoader(dataset(), batch_size=8)):
+    train_on(inputs, labels)
+""",
+    "no loader": """
+data = dataset()
+for step in range(50):
+    train_on(*data[torch.randint(len(data), (8,))])
+""",
+    "a tensor that belongs to no module": """
+image = torch.randn(1, 8, requires_grad=True)
+optimizer = torch.optim.SGD([image], lr=0.1)
+for inputs, labels in loader:
+    optimizer.zero_grad()
+    model(image.expand(8, 8)).square().mean().backward()
+    optimizer.step()
+""",
+    "a closure": """
+optimizer = torch.optim.LBFGS(model.parameters())
+for inputs, labels in loader:
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+""",
+    "batches in any order": """
+loader = DataLoader(dataset(), batch_size=8, num_workers=2, in_order=False)
+for inputs, labels in loader:
+    train_on(inputs, labels)
+""",
+    "an iterator that is kept": """
+examples = iter(DataLoader(dataset(), batch_size=4))
+for inputs, labels in loader:
+    train_on(inputs, labels)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", REFUSED)
+def test_script_that_cannot_be_resumed_is_refused(reason: str, tmp_path: Path) -> None:
+    """A script that could not be resumed exactly ends at its first step with exit code 2."""
+    script = write_script(tmp_path, HEAD + REFUSED[reason] + "\nprint('trained')\n")
+
+    refused = run(resumable(script), tmp_path)
+
+    assert refused.status == 2, refused.stderr
+    assert "[H738]" in refused.stderr or "[H107]" in refused.stderr
+    assert refused.lines == []
+
+
+@pytest.mark.slow
+def test_hidden_state_is_found_by_the_repeated_steps(tmp_path: Path) -> None:
+    """A learning rate that follows something that is not saved ends the resume with H739."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+numbers = itertools.count()
+for epoch in range(4):
+    for inputs, labels in loader:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + next(numbers))
+        train_on(inputs, labels)
+torch.save(model.state_dict(), "final.pt")
+""",
+    )
+    run(resumable(script), tmp_path, kill_at_step=34)
+
+    resumed = run(resumable(script), tmp_path)
+
+    assert resumed.status == 2
+    assert "[H739]" in resumed.stderr
+    assert not (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.slow
+def test_script_that_loads_its_own_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A script that skips its first epochs by itself is not made to skip them twice."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+import os
+start = 0
+if os.path.exists("own.pt"):
+    start = torch.load("own.pt")["epoch"]
+for epoch in range(start, 4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+    torch.save({"epoch": epoch + 1}, "own.pt")
+""",
+    )
+    run(resumable(script), tmp_path, kill_at_step=47)
+
+    resumed = run(resumable(script), tmp_path)
+
+    assert resumed.status == 2
+    assert "[H739]" in resumed.stderr
+
+
+@pytest.mark.slow
+def test_stopped_script_saves_and_continues(tmp_path: Path, plain_folder: Path) -> None:
+    """After SIGTERM, the script saves at once and stops a few steps later, for the proof."""
+    plain = undisturbed("functions.py", plain_folder)
+    command = resumable(PROGRAMS / "functions.py")
+    printed = []
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(save_every=1000),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line)
+            if line.startswith("epoch 2 batch 5"):
+                process.send_signal(signal.SIGTERM)
+                break
+        printed += process.stdout.readlines()
+
+    resumed = run(command, tmp_path)
+
+    assert process.returncode == 0
+    assert not any(line.startswith("digest") for line in printed)
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.results == plain.results
+    assert "steps_repeated" in guard_events(tmp_path)
+
+
+@pytest.mark.slow
+def test_complete_run_is_not_started_again(tmp_path: Path) -> None:
+    """A finished run ends at once with 0, and another command in its directory with 2."""
+    script = write_script(tmp_path, HEAD + "\nfor batch in loader:\n    train_on(*batch)\n")
+    first = run(resumable(script), tmp_path)
+
+    again = run(resumable(script), tmp_path)
+    other = run(resumable(script, "--epochs", "3"), tmp_path)
+
+    assert (first.status, again.status) == (0, 0)
+    processes = tmp_path / "runs" / "killed_at_step" / "processes"
+    assert len(list(processes.iterdir())) == 1
+    assert other.status == 2
+    assert "[H737]" in other.stderr
