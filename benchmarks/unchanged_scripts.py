@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import holdfast
-from benchmarks.results_file import Result, add_options, options_of, without_paths
+from benchmarks.results_file import Result, add_options, describe_commit, options_of, without_paths
 from benchmarks.unchanged_programs import (
     Program,
     Results,
@@ -104,6 +104,8 @@ class Outcome:
         reason: Why it is not exact.
         kills: The steps that each killed attempt had made.
         plain_seconds: Duration of the plain run.
+        commit: The commit of this repository. An interrupted benchmark may be continued on another
+            one.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Outcome:
     reason: str = ""
     kills: list[int] = field(default_factory=list)
     plain_seconds: float = 0.0
+    commit: str | None = field(default_factory=lambda: describe_commit()["commit"])
 
 
 def start(
@@ -393,6 +396,7 @@ def add_figures(result: Result, outcomes: list[Outcome]) -> None:
             "reason": without_paths(outcome.reason, 300),
             "steps_of_killed_attempts": outcome.kills,
             "plain_seconds": round(outcome.plain_seconds, 1),
+            "commit": outcome.commit,
         }
 
 
