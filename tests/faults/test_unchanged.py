@@ -192,6 +192,15 @@ for inputs, labels in loader:
         return loss
     optimizer.step(closure)
 """,
+    "part of a generator without an end": """
+def forever():
+    while True:
+        for batch in loader:
+            yield batch
+
+for inputs, labels in itertools.islice(forever(), 80):
+    train_on(inputs, labels)
+""",
     "batches in any order": """
 loader = DataLoader(dataset(), batch_size=8, num_workers=2, in_order=False)
 for inputs, labels in loader:
@@ -203,6 +212,118 @@ for inputs, labels in loader:
     train_on(inputs, labels)
 """,
 }
+
+
+VARIANTS = {
+    "part of each epoch by islice": """
+for epoch in range(4):
+    for inputs, labels in itertools.islice(loader, 15):
+        train_on(inputs, labels)
+""",
+    "a new loader in each epoch": """
+for epoch in range(4):
+    for inputs, labels in DataLoader(dataset(), batch_size=8, shuffle=True):
+        train_on(inputs, labels)
+    print("epoch", epoch, flush=True)
+""",
+    "two training loaders one after the other": """
+other = DataLoader(dataset(seed=5), batch_size=8, shuffle=True)
+for epoch in range(2):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+    for inputs, labels in other:
+        train_on(inputs, labels)
+""",
+    "validation inside an epoch": """
+validation = DataLoader(dataset(64, seed=1), batch_size=32)
+history = []
+for epoch in range(4):
+    for number, (inputs, labels) in enumerate(loader):
+        train_on(inputs, labels)
+        if number % 7 == 6:
+            model.eval()
+            with torch.no_grad():
+                history.append(sum(model(x).sum().item() for x, _ in validation))
+            model.train()
+print("digest of history", history)
+""",
+    "a generator that moves batches": """
+def batches(loader):
+    for inputs, labels in loader:
+        yield inputs.double().float(), labels
+
+for epoch in range(4):
+    for inputs, labels in batches(loader):
+        train_on(inputs, labels)
+""",
+    "a generator without an end": """
+def forever(loader):
+    while True:
+        yield from loader
+
+for step, (inputs, labels) in enumerate(forever(loader)):
+    train_on(inputs, labels)
+    if step == 79:
+        break
+print("digest of steps", step)
+""",
+    "persistent workers": """
+loader = DataLoader(
+    dataset(), batch_size=8, shuffle=True, num_workers=2, persistent_workers=True
+)
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+""",
+    "an iterable dataset and a generator of its own": """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for index in range(160):
+            yield dataset()[index]
+
+noise = torch.Generator().manual_seed(7)
+for epoch in range(4):
+    for inputs, labels in DataLoader(Stream(), batch_size=8):
+        train_on(inputs + 0.1 * torch.randn(inputs.shape, generator=noise), labels)
+""",
+    "an averaged model and a gradient scaler": """
+average = torch.optim.swa_utils.AveragedModel(model)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+for epoch in range(4):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        average.update_parameters(model)
+print("digest of the average", digest(average), scaler.get_scale())
+""",
+    "an example batch before training": """
+example, _ = next(iter(loader))
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+        print("digest of the example", example.sum().item())
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", VARIANTS)
+def test_forms_of_loops_continue_exactly(form: str, tmp_path: Path) -> None:
+    """Loops of these forms have the same results whether or not they were killed."""
+    script = write_script(tmp_path, HEAD + VARIANTS[form] + "\nprint('digest', digest(model))\n")
+    plain = run([sys.executable, KILLED_AT_STEP, str(script)], tmp_path)
+
+    killed = run(resumable(script), tmp_path, kill_at_step=54)
+    resumed = run(resumable(script), tmp_path)
+
+    assert killed.status == 128 + signal.SIGKILL, killed.stderr
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.results[-1] == plain.results[-1]
+    assert set(plain.results) <= set(killed.lines) | set(resumed.lines)
+    assert "steps_repeated" in guard_events(tmp_path)
 
 
 @pytest.mark.slow

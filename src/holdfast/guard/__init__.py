@@ -27,6 +27,7 @@ ranks         several ranks: making the same decisions on all of them, and handl
               runs out of memory or fails
 stop          handling of SIGTERM and other signals
 directory     the run directory and its lock; ``record`` writes the recording
+unchanged     saves and resumes a script that does not import holdfast
 diagnosis     passes observations of each step to ``learning``, and records its findings
 images        writes images, such as grids of samples
 """

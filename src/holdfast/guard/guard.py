@@ -28,6 +28,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.events.event import Event
+from holdfast.core.interactive import is_interactive
 from holdfast.core.policy.policy import Policy
 from holdfast.core.standard_streams import reserve_standard_descriptors
 from holdfast.core.vector_functions import settle_vector_functions
@@ -61,6 +62,9 @@ from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.memory.oom import find_out_of_memory, naming_lack_of_memory
 from holdfast.recorder.scalars import check_scalars
+
+# The newest guard of each run directory in this process.
+_newest_guards: weakref.WeakValueDictionary[Path, Guard] = weakref.WeakValueDictionary()
 
 
 class Guard:
@@ -222,7 +226,9 @@ class Guard:
         # removed later, torch would abort the process.
         weakref.finalize(self, self._engine.diagnosis.close)
         with ranks.in_turn():
+            self._take_over_in_notebook()
             self._open()
+        _newest_guards[self._directory.path] = self
         try:
             with naming_lack_of_memory("resuming from a checkpoint"):
                 self.resumed_from: Path | None = self._resume()
@@ -231,6 +237,20 @@ class Guard:
         except BaseException:
             self._release()
             raise
+
+    def _take_over_in_notebook(self) -> None:
+        """Close an idle guard of the same run, because a notebook's cell is being run again.
+
+        The variable in the cell still refers to the earlier guard, which therefore holds the lock.
+        Nothing is saved, since other cells may have changed the weights; steps that are in no
+        checkpoint are reported. A guard whose loop is still suspended keeps the lock.
+        """
+        earlier = _newest_guards.get(self._directory.path)
+        if earlier is None or not is_interactive() or self._ranks.world_size > 1:
+            return
+        state = earlier._session.state
+        if earlier._session.is_open and not state.in_loop and not state.is_attempting:
+            earlier._release()
 
     def _new_time_limit(self, clock: Clock) -> TimeLimit:
         """Return the object that asks for a stop before the time of the run is over."""

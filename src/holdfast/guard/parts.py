@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.guard.phase import RunState
+from holdfast.guard.schedule_length import lengths_of, with_inner
 from holdfast.learning.learning_rate import rate_of
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -131,12 +132,16 @@ class Parts:
         }
 
     def _scheduler_settings(self) -> dict[str, Any]:
-        return {
-            f"scheduler {name}.{key}": value
-            for name, scheduler in self.schedulers.items()
-            if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
-            for key, value in vars(scheduler).items()
-        }
+        settings = {}
+        for name, scheduler in self.schedulers.items():
+            if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+                continue
+            for prefix, inner in with_inner(scheduler):
+                for key, value in vars(inner).items():
+                    settings[f"scheduler {name}.{prefix}{key}"] = value
+            for key, length in lengths_of(scheduler).items():
+                settings[f"scheduler {name}.{key}"] = length
+        return settings
 
     def rates(self) -> list[float]:
         """Return the learning rates of all parameter groups."""

@@ -71,6 +71,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.NotSaved,
         run_events.BeginsAnew,
         run_events.SettingsKept,
+        run_events.ScheduleLengthChanged,
         run_events.ImplementationChanged,
         run_events.PositionNotKept,
         run_events.GroupsChanged,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from holdfast.core.errors import PolicyError
 from holdfast.guard.optimizers import identities, looks_like_an_optimizer
 from holdfast.guard.reachable import levels_inside
+from holdfast.guard.schedule_length import steps_left
 from holdfast.guard.scheduler_interface import (
     MOST_LEVELS,
     Interface,
@@ -64,7 +65,7 @@ class Schedule:
         if self.interface is Interface.TIMM:
             call_with_number(self.scheduler.step_update, "num_updates", self.updates)
         elif self.interface is Interface.STEP:
-            self.scheduler.step()
+            self._step()
 
     def after_epoch(self, epochs: int) -> None:
         """Advance the scheduler after an epoch.
@@ -73,9 +74,24 @@ class Schedule:
             epochs: The number of epochs completed so far.
         """
         if self.interface is Interface.STEP:
-            self.scheduler.step()
+            self._step()
         elif self.interface is Interface.TIMM and callable(getattr(self.scheduler, "step", None)):
             call_with_number(self.scheduler.step, "epoch", epochs)
+
+    def check_length(self, needed: int) -> None:
+        """Raise H105 if the scheduler ends before the run.
+
+        Args:
+            needed: How often the run will advance the scheduler.
+        """
+        left = steps_left(self.scheduler)
+        if self.interface is Interface.STEP and left is not None and left < needed:
+            raise _too_short(self.name, self.scheduler, left, needed)
+
+    def _step(self) -> None:
+        # Torch would raise a ValueError that names neither the scheduler nor a fix.
+        self.check_length(1)
+        self.scheduler.step()
 
     def validated(self, metric: float, mode: str, epochs: int) -> bool:
         """Pass a metric to the scheduler if it needs a metric with this mode.
@@ -128,6 +144,8 @@ class Schedules:
         # Whether any metric has been reported, regardless of its mode and value.
         self._has_metric = False
         self._schedules: list[Schedule] = []
+        # How often the loop will advance each scheduler. None once that was checked.
+        self._expected: int | None = None
         if interval is None:
             # The caller advances the schedulers, but `Guard.validated` still passes on metrics.
             for name, scheduler in schedulers.items():
@@ -174,6 +192,39 @@ class Schedules:
         for schedule in self._schedules:
             if self._interval == "epoch" or schedule.interface is Interface.TIMM:
                 schedule.after_epoch(epochs)
+
+    def expect(self, *, steps: int, epochs: int) -> None:
+        """Note how long the loop that is about to start will be, as far as that is certain.
+
+        `before_step` compares this with the lengths of the schedules.
+
+        Args:
+            steps: The number of steps of all optimizers together.
+            epochs: The number of epochs.
+        """
+        if len({schedule.optimizer for schedule in self._schedules}) > 1:
+            # How many of the steps are made by each optimizer is not known.
+            steps = min(steps, 1)
+        self._expected = steps if self._interval == "step" else epochs
+
+    def before_step(self, moving: Sequence[str]) -> None:
+        """Raise H105 if a schedule of fixed length ends before this step, or before the loop.
+
+        The length of the loop is compared only when its first step begins, because only then is it
+        known whether the guard advances the schedulers or the script does.
+
+        Args:
+            moving: The names of the optimizers that are about to step.
+        """
+        needed = self._expected
+        self._expected = None
+        if self._interval is None:
+            return
+        for schedule in self._schedules:
+            if needed is not None:
+                schedule.check_length(needed)
+            if self._interval == "step" and schedule.optimizer in moving:
+                schedule.check_length(1)
 
     def validated(self, metric: SupportsFloat, mode: str, epochs: int) -> list[str]:
         """Pass a metric to the schedulers that need a metric with this mode.
@@ -262,6 +313,21 @@ def _advances_by_epochs(scheduler: Any, interface: Interface, interval: str) -> 
     if interface is Interface.TIMM:
         return counts_epochs(scheduler)
     return interface is Interface.STEP and interval == "epoch"
+
+
+def _too_short(name: str, scheduler: Any, left: int, needed: int) -> PolicyError:
+    """Return an H105 error for a schedule that ends before the run."""
+    return PolicyError(
+        f"scheduler {name!r}, a {type(scheduler).__name__}, can be advanced {max(left, 0)} more"
+        f" times, but the run needs {needed} or more",
+        limit="a schedule of this kind has a fixed length, and torch raises ValueError at its end",
+        fix=(
+            "give the schedule the length of the whole run, in the unit in which it is advanced"
+            " (scheduler_interval: steps or epochs), and start again; a resumed run takes the"
+            " length from the script."
+        ),
+        rule="H105",
+    )
 
 
 def _epochs_unknown(name: str, scheduler: Any) -> PolicyError:

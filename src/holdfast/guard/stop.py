@@ -11,7 +11,8 @@ calling `Guard.request_stop`, and `holdfast stop` requests one from outside (``o
 2. **Signals within the next 0.1 s** count as the same request and are ignored.
 3. **A later signal** kills the process immediately, or goes to the script's own handler. For this
    purpose, our handler is replaced after the first signal, normally by the kernel's default action,
-   which works even if the interpreter hangs.
+   which works even if the interpreter hangs. In a notebook, a second Ctrl-C raises
+   KeyboardInterrupt instead, because the end of the process would take all variables with it.
 4. **In a forked child**, such as a loader worker, the first signal is ignored, since it was meant
    for the parent. Only SIGTERM ends the child immediately.
 5. **After `StopRequest.uninstall`**, the previous handlers are in place again.
@@ -36,6 +37,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from holdfast.core.interactive import is_interactive
 from holdfast.core.standard_streams import write_to_stderr
 
 # Signals within this time count as one request. The `timeout` command signals the process and then
@@ -283,7 +285,7 @@ class StopRequest:
             # immediately.
             second_handler = self._handler_of_second_signal(number)
             _announce(number.name, second_handler)
-            if callable(second_handler):
+            if callable(second_handler) and second_handler is not signal.default_int_handler:
                 second_handler(number, frame)
             _interrupt_one_of(requests)
 
@@ -304,14 +306,17 @@ class StopRequest:
     def _handler_of_second_signal(self, number: int) -> Any:
         """Return the script's own handler, or SIG_DFL, which kills the process.
 
-        SIG_DFL also replaces Python's handler that raises KeyboardInterrupt, which would have to
-        wait for the interpreter. It replaces SIG_IGN too, since the parent process may have ignored
-        the signal only to survive it itself, as a shell does with ``trap '' USR1``.
+        Except in a notebook, SIG_DFL also replaces Python's handler that raises KeyboardInterrupt,
+        which would have to wait for the interpreter. It replaces SIG_IGN too, since the parent
+        process may have ignored the signal only to survive it itself, as a shell does with ``trap
+        '' USR1``.
         """
         previous = self._previous.get(number)
         outer_guard = _guard_of(previous)
         if outer_guard is not None:
             return outer_guard._handler_of_second_signal(number)
+        if previous is signal.default_int_handler and is_interactive():
+            return previous
         if not callable(previous) or previous is signal.default_int_handler:
             return signal.SIG_DFL
         return previous
@@ -347,7 +352,9 @@ def _wait_for_signals_of_the_same_request() -> None:
 
 def _announce(signal_name: str, second_handler: Any) -> None:
     """Print on stderr that the run will stop, and what a second signal would do."""
-    if callable(second_handler):
+    if second_handler is signal.default_int_handler:
+        consequence = "raises KeyboardInterrupt at once"
+    elif callable(second_handler):
         consequence = "goes to the previously installed handler"
     else:
         consequence = "ends the process at once"

@@ -75,6 +75,12 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.Resumed(checkpoint="step-40", trained_batches=7), ("step-40", "7 batches")),
     (run.SettingsKept(changed=("lr: 0.1 stays, not 0.2",), why="set it after"), ("0.1", "0.2")),
     (
+        run.ScheduleLengthChanged(
+            scheduler="decay", changed=("T_max: 3 before, now 6",), rate_before=0.0, rate_now=0.05
+        ),
+        ("decay", "T_max: 3 before, now 6", "0.05", "changes training"),
+    ),
+    (
         run.ImplementationChanged(changed=("optimizer.0.fused: unset before, now True",)),
         ("unset before, now True", "equal up to rounding"),
     ),
@@ -333,6 +339,8 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     # frameworks
     (run.OwnSteps(why="manual optimization"), ("manual optimization",)),
     (run.StepsRepeated(steps=37, largest_difference=0.0), ("37 steps", "identical")),
+    (run.ResumeNotProven(steps=0), ("not proven", "no recorded step")),
+    (run.ResumeNotProven(steps=2), ("not proven", "2 steps")),
     (run.StepsRepeated(steps=1, largest_difference=1e-7), ("1 step ", "1.0e-07")),
     (
         run.RepeatedStepDiffers(

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -487,3 +488,23 @@ def test_signals_are_given_by_yaml_and_variable_too(
     assert Policy.from_yaml(file).stop_signals == ("SIGUSR1", "SIGTERM")
     monkeypatch.setenv("HOLDFAST_STOP_SIGNALS", "none")
     assert Policy().stop_signals == ()
+
+
+def test_a_second_ctrl_c_at_a_prompt_raises_keyboard_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook, whose variables would be lost with the process, the first one only asks."""
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = StopRequest(("SIGINT",))
+    stop.install()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        stop.uninstall()
+        signal.signal(signal.SIGINT, before)
+    assert "SIGINT" in capfd.readouterr().err

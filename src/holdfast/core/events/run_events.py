@@ -121,6 +121,28 @@ class SettingsKept(EventData):
         return f"settings in the script are ignored ({changes}), because {self.why}"
 
 
+class ScheduleLengthChanged(EventData):
+    """The script gives a learning-rate schedule another length than before the resume.
+
+    The schedule continues with the length in the script. `changed` lists the lengths with their
+    values before and now. `rate_before` and `rate_now` are the learning rates of the first
+    parameter group at this step under the earlier and the new schedule.
+    """
+
+    scheduler: str
+    changed: tuple[str, ...]
+    rate_before: float
+    rate_now: float
+    promise: Promise = "changes training"
+
+    def __str__(self) -> str:
+        return (
+            f"schedule {self.scheduler} has another length ({'; '.join(self.changed)}). From here"
+            f" on, the learning rate follows the schedule in the script: {number(self.rate_now)}"
+            f" instead of {number(self.rate_before)} ({self.promise})"
+        )
+
+
 class ImplementationChanged(EventData):
     """A resumed run uses another implementation of an optimizer, because the script has changed.
 

@@ -8,6 +8,7 @@ saved at boundaries.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
+from holdfast.core.interactive import is_interactive
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.interface import PLACE, Saves
 from holdfast.guard.record import End
@@ -239,12 +241,33 @@ class Loop:
             max_steps=limits.steps,
         )
         self._record.emit(begun)
+        self._expect_schedule_lengths(cursor, limits)
         self._report_unkept(cursor)
         self._report_unkept_scheduler()
         self._epochs = 0
         # Discard the reports about loaders that were advanced before this loop, since only loaders
         # advanced inside the loop matter.
         take_unkept_loaders()
+
+    def _expect_schedule_lengths(self, cursor: Cursor, limits: Limits) -> None:
+        """Tell the schedules how long the loop will be, as far as that is certain.
+
+        How many steps an epoch makes is not known, so a limit in epochs only tells whether at least
+        one more step follows.
+        """
+        steps_made = self._record.global_step
+        if limits.are_reached(epochs=cursor.epoch, steps=steps_made):
+            return
+        if self._stop.reason is not None:
+            return
+        if limits.epochs is None:
+            steps = 1 if limits.steps is None else limits.steps - steps_made
+            self._session.schedules.expect(steps=steps, epochs=0)
+            return
+        # In the middle of the last epoch, no batch may be left.
+        may_be_over = cursor.batches > 0 and cursor.epoch + 1 >= limits.epochs
+        epochs = limits.epochs - cursor.epoch if limits.steps is None else 0
+        self._session.schedules.expect(steps=0 if may_be_over else 1, epochs=epochs)
 
     def _end_loop(self, cursor: Cursor) -> End:
         """Save the state at the end of a complete or stopped loop, and return how the run ended."""
@@ -301,6 +324,10 @@ class Loop:
             self.count_batch()
             cursor.leave()
             self._state.leave_loop()
+            if self._stop.signal is signal.SIGINT and is_interactive():
+                # A second Ctrl-C has ended the loop before its boundary. The user may run the cell
+                # of the loop again, so the request must not end that loop too.
+                self._stop.honor()
             self._was_left = how == "left"
             release(how)
 

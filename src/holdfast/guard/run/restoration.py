@@ -35,6 +35,7 @@ from holdfast.guard.saving.components import (
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.saving.snapshots import HostSnapshot, Snapshots
 from holdfast.guard.saving.unsaved import forget_left_steps
+from holdfast.guard.schedule_length import LengthChange, ScriptLengths
 from holdfast.guard.state.trees import copied_to_host
 from holdfast.loader.random_state import RandomState, restore
 
@@ -80,6 +81,8 @@ class Restoration:
         self._known_good = -1
         # The random state to restore when a resumed run starts its loader. None afterwards.
         self._random_state: RandomState | None = None
+        # The schedules whose length in the script differs from that in the last loaded state.
+        self._length_changes: list[LengthChange] = []
 
     @property
     def random_state(self) -> RandomState | None:
@@ -131,6 +134,15 @@ class Restoration:
                 checkpoint=entry.path.name, trained_batches=self._saved_state.position()[1]
             )
         )
+        for change in self._length_changes:
+            self._record.emit(
+                run_events.ScheduleLengthChanged(
+                    scheduler=change.scheduler,
+                    changed=change.changed,
+                    rate_before=change.rate_before,
+                    rate_now=change.rate_now,
+                )
+            )
         self._report_lost_state_of_ranks(training)
         self._compare_repeated_steps(training)
         return entry.path
@@ -139,12 +151,14 @@ class Restoration:
         """Let the recording compare the steps that the run is about to repeat.
 
         This is done only if the run will read the same batches and divide them among as many ranks
-        as before. Otherwise, a difference would mean nothing.
+        as before, with the same schedules. Otherwise, a difference would mean nothing.
 
         Args:
             training: The guard's own part of the saved state.
         """
         if self._cursor is None or self._cursor.unkept is not None or self._ranks.rank != 0:
+            return
+        if self._length_changes:
             return
         if ranks_in(training) != self._ranks.world_size:
             return
@@ -357,7 +371,9 @@ class Restoration:
         # The states of `state=` objects that differed between ranks were saved for each rank.
         states_of_rank = training.get("states", {})
         own_states = {f"state.{name}": tree for name, tree in states_of_rank.items()}
+        lengths = ScriptLengths(self._parts.schedulers)
         load({**trees, **own_states}, self._parts)
+        self._length_changes = lengths.restore(training["settings"])
         self._saved_state.load_own_tensors(training)
         self._context.loss_scale.load_state_dict(training["loss_scale"])
         self.note_state_replaced()

@@ -8,6 +8,7 @@ from holdfast.core.events import run_events
 from holdfast.guard.optimizer_state import IMPLEMENTATION_FLAGS
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
+from holdfast.guard.schedule_length import lengths_of
 
 # The maximum number of names in one event.
 _MOST_NAMES = 10
@@ -36,8 +37,8 @@ class RunSettings:
     def restore(self, begun_with: dict[str, Any], *, is_reported: bool) -> None:
         """Adopt the settings in a checkpoint, and report those that the script has changed.
 
-        The settings in the checkpoint override those in the script, except for the flags that only
-        choose the implementation of an optimizer.
+        The settings in the checkpoint override those in the script, except for the lengths of
+        schedules and the flags that only choose the implementation of an optimizer.
 
         Args:
             begun_with: The settings in the checkpoint, which are those at the start of the run.
@@ -47,11 +48,14 @@ class RunSettings:
         own_flags = {
             name: value for name, value in own_settings.items() if _is_implementation_flag(name)
         }
-        self._begun_with = {**begun_with, **own_flags}
+        own_lengths = {
+            name: own_settings[name] for name in self._length_names() if name in own_settings
+        }
+        self._begun_with = {**begun_with, **own_flags, **own_lengths}
         restored = []
         replaced = []
         for name, value in begun_with.items():
-            if name not in own_settings or own_settings[name] == value:
+            if name not in own_settings or own_settings[name] == value or name in own_lengths:
                 continue
             if name in own_flags:
                 replaced.append(f"{name}: {_text(value)} before, now {_text(own_settings[name])}")
@@ -63,6 +67,14 @@ class RunSettings:
             self._record.emit(
                 run_events.ImplementationChanged(changed=tuple(replaced[:_MOST_NAMES]))
             )
+
+    def _length_names(self) -> list[str]:
+        """Return the names of the settings that are lengths of schedules."""
+        return [
+            f"scheduler {name}.{key}"
+            for name, scheduler in self._parts.schedulers.items()
+            for key in lengths_of(scheduler)
+        ]
 
     def report_changed_groups(self) -> None:
         """Report once if the number of parameter groups has changed since the guard was created."""

@@ -117,6 +117,7 @@ class Steps:
             split: The position of the batch dimension, or None to use the guard's `split`.
         """
         call = self._begin_call(batch, loss_fn, names, split)
+        self.session.schedules.before_step(names)
         if not self._timing.may_decide_late:
             self._note_begin()
             return self._run(call, decides_now=True)

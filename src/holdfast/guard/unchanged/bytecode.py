@@ -13,6 +13,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 
 _FOR_ITER = dis.opmap["FOR_ITER"]
+# The instruction of ``yield from`` that requests the next value.
+_SEND = dis.opmap["SEND"]
 # The instruction after END_FOR that drops the iterator.
 _DROPS_AFTER_END_FOR = ("POP_TOP", "POP_ITER") if sys.version_info >= (3, 13) else ()
 # Instructions that do nothing by themselves.
@@ -69,6 +71,12 @@ def is_requested_by_for(frame: FrameType) -> bool:
     """Return whether a ``for`` statement or a comprehension in a frame requests a value."""
     offset = frame.f_lasti
     return offset >= 0 and frame.f_code.co_code[offset] == _FOR_ITER
+
+
+def is_requested_by_yield_from(frame: FrameType) -> bool:
+    """Return whether a ``yield from`` in a generator requests a value."""
+    offset = frame.f_lasti
+    return offset >= 0 and frame.f_code.co_code[offset] == _SEND
 
 
 def is_comprehension(code: CodeType, offset: int) -> bool:
@@ -133,16 +141,19 @@ def targets_of_enclosing_loops(code: CodeType, offset: int) -> frozenset[str]:
 
 
 def leaves_like_an_exhausted_loop(code: CodeType, loop_offset: int, current_offset: int) -> bool:
-    """Return whether a ``break`` continues where the loop continues when its iterator is exhausted.
+    """Return whether a loop is left to where it continues when its iterator is exhausted.
 
-    This is the case for a plain ``break``. It is not if the loop is left by ``return`` with a value
-    or by an exception, or if it has an ``else`` clause.
+    This is the case for a plain ``break``, and if a wrapper such as ``itertools.islice`` ends. It
+    is not if the loop is left by ``return`` with a value or by an exception, or if it has an
+    ``else`` clause.
 
     Args:
         code: The code of the frame.
         loop_offset: The offset of the loop's ``FOR_ITER`` instruction.
         current_offset: The offset of the instruction that has dropped the iterator.
     """
+    if current_offset == loop_offset:
+        return True
     instructions = _instructions(code)
     if instructions.at[current_offset].opname not in ("POP_TOP", "POP_ITER"):
         return False

@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.guard.unchanged.bytecode import (
     is_comprehension,
     is_requested_by_for,
+    is_requested_by_yield_from,
     targets_of_enclosing_loops,
 )
 from holdfast.guard.unchanged.stack import is_script_file
@@ -73,7 +74,7 @@ def find_place(frame: FrameType) -> LoopPlace:
     """
     problem = None
     fix = "iterate the loader with a `for` statement."
-    while frame.f_code.co_flags & inspect.CO_GENERATOR and problem is None:
+    while is_in_generator(frame) and problem is None:
         problem = _problem_of(frame)
         if problem is None and frame.f_back is not None:
             frame = frame.f_back
@@ -101,6 +102,8 @@ def _problem_of(frame: FrameType) -> str | None:
     flags = frame.f_code.co_flags
     if flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return "is asynchronous"
+    if flags & inspect.CO_GENERATOR and is_requested_by_yield_from(frame):
+        return None
     if not is_requested_by_for(frame):
         return "takes its batches with next() and not with a `for` statement"
     if is_comprehension(frame.f_code, frame.f_lasti):
@@ -143,28 +146,53 @@ def enclosing_targets(frames: list[FrameType]) -> dict[str, Any]:
 # --- wrappers around the iterator of a loader -----------------------------------------------------
 
 
-def find_counters(iterator: object, frame: FrameType) -> list[enumerate[Any]] | None:
-    """Return the ``enumerate`` objects through which a loop requests its batches.
+class Counter:
+    """The counter of an ``enumerate`` object through which a loop requests its batches.
+
+    This refers to the object by its address only. A real reference would keep the iterator of the
+    loop alive after the loop was left. While the loop requests a batch, the object exists.
+    """
+
+    def __init__(self, enumeration: enumerate[Any]) -> None:
+        self._address = id(enumeration) + _ENUMERATE_COUNTER
+
+    @property
+    def value(self) -> int:
+        """The number that the object yields next."""
+        return ctypes.c_ssize_t.from_address(self._address).value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        ctypes.c_ssize_t.from_address(self._address).value = value
+
+
+def is_in_generator(frame: FrameType) -> bool:
+    """Return whether a generator requests the batches, and passes them on to a loop."""
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+
+
+def find_counters(iterator: object, frame: FrameType) -> list[Counter] | None:
+    """Return the counters of the ``enumerate`` objects through which a loop requests its batches.
 
     Args:
         iterator: The iterator that the script has received from its loader.
         frame: The frame that has called its ``__next__``.
 
     Returns:
-        The objects, or None if the loop uses a wrapper that cannot be told how many batches were
+        The counters, or None if the loop uses a wrapper that cannot be told how many batches were
         skipped, such as ``zip`` or ``itertools.islice``.
     """
     pending: list[Any] = [iterator]
     current: FrameType | None = frame
-    while current is not None and current.f_code.co_flags & inspect.CO_GENERATOR:
+    while current is not None and is_in_generator(current):
         generator = _generator_of(current)
         if generator is None:
             return None
         pending.append(generator)
         current = current.f_back
-    counters: list[enumerate[Any]] = []
+    counters: list[Counter] = []
     # The lists of this function refer to the objects too.
-    own_lists = [pending, counters]
+    own_lists = [pending]
     for wrapped in pending:
         referrers = gc.get_referrers(wrapped)
         own_lists.append(referrers)
@@ -172,7 +200,7 @@ def find_counters(iterator: object, frame: FrameType) -> list[enumerate[Any]] | 
             if isinstance(referrer, FrameType) or _contains(own_lists, referrer):
                 continue
             if type(referrer) is enumerate and _counter_can_be_set(referrer):
-                counters.append(referrer)
+                counters.append(Counter(referrer))
                 # The object may be wrapped itself.
                 pending.append(referrer)
             elif not _is_progress_bar(referrer):
@@ -200,15 +228,6 @@ def _is_progress_bar(value: object) -> bool:
     return type(value).__module__.partition(".")[0] in _PROGRESS_BARS
 
 
-def advance_counter(counter: enumerate[Any], batches: int) -> None:
-    """Let an ``enumerate`` continue as if it had already yielded some batches."""
-    _counter_field(counter).value += batches
-
-
-def _counter_can_be_set(counter: enumerate[Any]) -> bool:
+def _counter_can_be_set(enumeration: enumerate[Any]) -> bool:
     """Return whether the counter is where we expect it in memory."""
-    return bool(_counter_field(counter).value == counter.__reduce__()[1][1])
-
-
-def _counter_field(counter: enumerate[Any]) -> ctypes.c_ssize_t:
-    return ctypes.c_ssize_t.from_address(id(counter) + _ENUMERATE_COUNTER)
+    return bool(Counter(enumeration).value == enumeration.__reduce__()[1][1])

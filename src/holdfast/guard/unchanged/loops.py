@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from holdfast.guard.unchanged.loop_places import LoopPlace
+from holdfast.guard.unchanged.loop_places import Counter, LoopPlace
 from holdfast.guard.unchanged.saved_script import LoaderStart
 from holdfast.loader.random_state import RandomState
+
+# torch's own ``DataLoader.__iter__``.
+StartIterator = Callable[[DataLoader[Any]], Iterator[Any]]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +44,12 @@ class Loop:
     before_last: RandomState | None = None
     # Whether an optimizer has stepped in this loop.
     has_steps: bool = False
-    # Whether a boundary in the middle of this loop can be saved. None if that is not known yet.
-    can_resume_inside: bool | None = None
+    # The counters of the `enumerate` objects around the iterator. None if the loop cannot resume
+    # in its middle, or if that is not known yet.
+    counters: list[Counter] | None = None
+    has_searched_counters: bool = False
+    # Whether the loader has raised an error.
+    has_failed: bool = False
     is_finished: bool = False
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from holdfast.guard.unchanged.refusal import cannot_be_saved
 from holdfast.guard.unchanged.stack import is_module_level
-from holdfast.guard.unchanged.variable_kinds import CONTAINERS, MAPPINGS, kind_of
+from holdfast.guard.unchanged.variable_kinds import CONTAINERS, MAPPINGS, has_type, kind_of
 from holdfast.guard.unchanged.variables import namespaces
 
 # How far the search follows attributes and containers.
@@ -56,11 +56,11 @@ def find_trained_objects(
     optimizers: dict[str, Optimizer] = {}
     scaler = None
     for name, value in _reachable(frames):
-        if isinstance(value, nn.Module):
+        if has_type(value, nn.Module):
             modules[_unique(name, modules)] = value
-        elif isinstance(value, Optimizer):
+        elif has_type(value, Optimizer):
             optimizers[_unique(name, optimizers)] = value
-        elif isinstance(value, GradScaler) and scaler is None:
+        elif has_type(value, GradScaler) and scaler is None:
             scaler = value
     if stepping is not None and not any(stepping is found for found in optimizers.values()):
         raise cannot_be_saved(
@@ -138,7 +138,7 @@ def _reachable(frames: list[FrameType]) -> Iterator[tuple[str, Any]]:
 
 def _parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the objects to which an object of the script refers, with their names."""
-    if isinstance(value, (FunctionType, ModuleType, str, torch.Tensor)):
+    if has_type(value, (FunctionType, ModuleType, str, torch.Tensor)):
         return []
     if type(value) in MAPPINGS and len(value) <= _MAX_ENTRIES:
         return [(str(key), item) for key, item in value.items()]

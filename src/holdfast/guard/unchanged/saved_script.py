@@ -48,8 +48,10 @@ class LoaderStart:
     """The state of a loader and of the random generators when a loop began."""
 
     random_state: RandomState
-    # The states of the loader's own generators and samplers.
+    # The states of the loader's random generators and of its samplers with a ``state_dict``.
     generators: list[Any]
+    # The attributes of its other samplers.
+    samplers: list[Tree]
     # Whether persistent workers were running. None if the loader has none.
     had_workers: bool | None
 
@@ -58,6 +60,7 @@ class LoaderStart:
         return {
             "random_state": self.random_state.to_tree(),
             "generators": self.generators,
+            "samplers": self.samplers,
             "had_workers": self.had_workers,
         }
 
@@ -67,6 +70,7 @@ class LoaderStart:
         return cls(
             random_state=RandomState.from_tree(tree["random_state"]),
             generators=tree["generators"],
+            samplers=tree["samplers"],
             had_workers=tree["had_workers"],
         )
 
@@ -113,9 +117,13 @@ class CurrentLoop:
 class SavedScript:
     """The state of the script at one boundary."""
 
+    # The command line of the process. Other processes of the command are not resumed.
+    argv: list[str]
     finished: list[FinishedLoop]
     # None between two loops.
     current: CurrentLoop | None
+    # The counters of the `enumerate` objects around the current or the last loop.
+    counters: list[int]
     variables: dict[str, Tree]
     random_state: RandomState
     # The global step of the checkpoint. Not saved, since the checkpoint itself holds it.
@@ -124,8 +132,10 @@ class SavedScript:
     def to_tree(self) -> dict[str, Any]:
         """Return the state in a form that a checkpoint can store."""
         return {
+            "argv": self.argv,
             "finished": [loop.to_tree() for loop in self.finished],
             "current": None if self.current is None else self.current.to_tree(),
+            "counters": self.counters,
             "variables": self.variables,
             "random_state": self.random_state.to_tree(),
         }
@@ -135,8 +145,10 @@ class SavedScript:
         """Convert the result of `to_tree` back."""
         current = tree["current"]
         return cls(
+            argv=tree["argv"],
             finished=[FinishedLoop(**loop) for loop in tree["finished"]],
             current=None if current is None else CurrentLoop.from_tree(current),
+            counters=tree["counters"],
             variables=tree["variables"],
             random_state=RandomState.from_tree(tree["random_state"]),
             global_step=global_step,

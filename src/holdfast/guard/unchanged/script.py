@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,16 +20,18 @@ from holdfast.core.events.data import EventData
 from holdfast.guard.unchanged.bytecode import leaves_like_an_exhausted_loop, targets_of_loop
 from holdfast.guard.unchanged.gap_weights import GapWeights
 from holdfast.guard.unchanged.loop_places import (
-    advance_counter,
+    Counter,
     enclosing_targets,
     find_counters,
     find_place,
+    is_in_generator,
     loop_frame,
 )
-from holdfast.guard.unchanged.loops import Loop, LoopIterator
+from holdfast.guard.unchanged.loops import Loop, LoopIterator, StartIterator
 from holdfast.guard.unchanged.objects import TrainedObjects, find_trained_objects
 from holdfast.guard.unchanged.proof import BoundaryLog, describe_boundary
 from holdfast.guard.unchanged.refusal import cannot_be_saved, end_process, resume_differs
+from holdfast.guard.unchanged.replay import Replay
 from holdfast.guard.unchanged.saved_script import (
     LEAST_REPEATED_STEPS,
     STATE_NAME,
@@ -39,20 +42,15 @@ from holdfast.guard.unchanged.saved_script import (
     load_saved_script,
 )
 from holdfast.guard.unchanged.script_guard import ScriptGuard
-from holdfast.guard.unchanged.silence import Silence
 from holdfast.guard.unchanged.stack import frames_of_script
 from holdfast.guard.unchanged.support import check_loops, check_process
 from holdfast.guard.unchanged.variables import (
     LargeData,
-    VariableReader,
     VariableWriter,
-    restore_sources,
     states_of_sources,
 )
-from holdfast.loader.foreign.torch_workers import has_workers, keeps_workers, match_workers
-from holdfast.loader.random_state import capture, restore
-
-StartIterator = Callable[[DataLoader[Any]], Iterator[Any]]
+from holdfast.loader.foreign.torch_workers import has_workers, keeps_workers
+from holdfast.loader.random_state import capture
 
 
 class Script:
@@ -81,15 +79,14 @@ class Script:
         # The loops that are running, outermost first.
         self._loops: list[Loop] = []
         self._finished: list[FinishedLoop] = []
-        # The state from which the script resumes. None before the first loop, in a run without a
-        # checkpoint, and once the state has been restored.
-        self._saved: SavedScript | None = None
+        # Brings the script to the place where its checkpoint was saved. None before the first loop,
+        # in a run without a checkpoint, and once the script has arrived there.
+        self._replay: Replay | None = None
         self._is_loaded = False
         self._guard: ScriptGuard | None = None
         self._objects: TrainedObjects | None = None
         self._held: frozenset[int] = frozenset()
         self._large_data = LargeData()
-        self._silence = Silence()
         self._log: BoundaryLog | None = None
         self._weights = GapWeights(run_dir)
         # Why the script can no longer be saved. None if it can.
@@ -100,8 +97,10 @@ class Script:
         self._boundary_frame: FrameType | None = None
         # The loop to whose middle that boundary belongs. None between two loops.
         self._boundary_loop: Loop | None = None
-        # The number of recorded steps that the resumed run will repeat.
-        self._steps_to_repeat = 0
+        # The `enumerate` objects around that loop.
+        self._boundary_counters: list[Counter] | None = None
+        # Whether an event has reported that a loop is not saved in its middle.
+        self._saves_only_between_loops = False
         # False once the script has ended, or watching has failed.
         self._is_active = True
 
@@ -121,8 +120,10 @@ class Script:
             start = self._start_of(loader)
         except HoldfastError as error:
             self._end(error)
+        if not self._is_active:
+            return self._start_iterator(loader)
         # A loop that has been recorded does not need torch's iterator.
-        is_replayed = self._saved is not None and not self._loops
+        is_replayed = self._replay is not None and not self._loops
         loop = Loop(
             loader=loader,
             start=start,
@@ -139,12 +140,17 @@ class Script:
     def _load_once(self) -> None:
         if not self._is_loaded:
             self._is_loaded = True
-            self._saved = load_saved_script(self._run_dir)
+            saved = load_saved_script(self._run_dir)
+            if saved is not None:
+                # Other processes of the command are not resumed, such as one that evaluates.
+                self._is_active = saved.argv == sys.orig_argv
+                self._replay = Replay(saved, self._start_iterator, self._weights)
 
     def _start_of(self, loader: DataLoader[Any]) -> LoaderStart:
         return LoaderStart(
             random_state=capture(self._devices()),
             generators=states_of_sources(loader),
+            samplers=VariableWriter(self._held, self._large_data).trees_of_samplers(loader),
             had_workers=has_workers(loader) if keeps_workers(loader) else None,
         )
 
@@ -182,6 +188,9 @@ class Script:
         except StopIteration:
             self._note_exhausted(loop, frame)
             raise
+        except BaseException:
+            loop.has_failed = True
+            raise
         loop.handed_out += 1
         loop.last_batch = batch
         return batch
@@ -195,8 +204,8 @@ class Script:
         loop.place = find_place(frame)
         frames = frames_of_script(frame)
         loop.enclosing = enclosing_targets(frames)
-        if self._saved is not None:
-            self._replay(self._saved, loop, iterator, frame)
+        if self._replay is not None:
+            self._enter_recorded(self._replay, loop, iterator, frame)
         elif self._objects is not None:
             self._weights.stop()
             if loop.place.problem is not None:
@@ -218,6 +227,8 @@ class Script:
             return
         try:
             self._finish(loop, frame, is_exhausted=False)
+        except HoldfastError as error:
+            self._end(error)
         except Exception as error:  # noqa: BLE001 - Python ignores errors in `__del__`
             self._give_up(error)
 
@@ -230,9 +241,8 @@ class Script:
             # The work of an inner loop belongs to the body of the outer one. A loop that has never
             # requested a batch has done nothing.
             return
-        if self._saved is not None:
-            # The loop is recorded, but had to be run again.
-            self._finished.append(self._saved.finished[len(self._finished)])
+        if self._replay is not None:
+            self._replay.note_finished()
             return
         is_resumable = loop.place.problem is None and self._ends_like_its_for_statement(
             loop, frame, is_exhausted=is_exhausted
@@ -257,8 +267,11 @@ class Script:
         )
         if self._objects is not None and loop.has_steps:
             self._weights.watch(len(self._finished), self._objects.models)
-        if is_exhausted and is_resumable and self._guard is not None and frame is not None:
-            self._save_if_due(None, frame, may_save=self._has_stepped, batch=None)
+        if is_resumable and self._guard is not None and frame is not None:
+            # If a generator passes the batches on, the loop of the script continues.
+            self._boundary_counters = loop.counters if is_in_generator(frame) else []
+            may_save = self._has_stepped and self._boundary_counters is not None
+            self._save_if_due(None, frame, may_save=may_save, may_exit=is_exhausted)
 
     def _ends_like_its_for_statement(
         self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool
@@ -268,7 +281,10 @@ class Script:
             return True
         assert loop.place is not None
         own_frame = None if frame is None else loop_frame(frame, loop.place)
-        if own_frame is None:
+        if own_frame is None or loop.has_failed:
+            return False
+        if own_frame is not frame and own_frame.f_lasti == loop.place.offset:
+            # A generator around the loader has ended, perhaps with an error.
             return False
         return leaves_like_an_exhausted_loop(loop.place.code, loop.place.offset, own_frame.f_lasti)
 
@@ -287,7 +303,15 @@ class Script:
             if self._guard is None:
                 self._begin_saving(optimizer, frame)
             assert self._guard is not None
-            self._guard.before_step(optimizer)
+            if any(optimizer is known for known in self._guard.optimizers.values()):
+                self._guard.before_step(optimizer)
+            else:
+                self._stop_saving(
+                    f"the script steps a {type(optimizer).__name__} that did not exist at its first"
+                    " step, and no checkpoint would hold its state"
+                )
+            if not self._loops:
+                self._stop_saving("the script steps an optimizer outside of its loops over loaders")
         except HoldfastError as error:
             self._end(error)
         for loop in self._loops:
@@ -305,7 +329,7 @@ class Script:
         Raises:
             HoldfastError: If the script cannot be resumed exactly.
         """
-        if self._saved is not None:
+        if self._replay is not None:
             raise resume_differs(
                 "an optimizer steps outside of the loops in which it stepped before"
             )
@@ -323,36 +347,54 @@ class Script:
 
     def _create_guard(
         self, objects: TrainedObjects, frames: list[FrameType], resume_step: int | None
-    ) -> None:
+    ) -> ScriptGuard:
         state: dict[str, Any] = {STATE_NAME: self}
         if objects.scaler is not None:
             state["scaler"] = objects.scaler
-        self._guard = ScriptGuard(
+        guard = ScriptGuard(
             self._run_dir,
             models=objects.models,
             optimizers=objects.optimizers,
             state=state,
             resume_step=resume_step,
         )
+        self._guard = guard
         self._objects = objects
-        self._held = self._guard.held_objects
+        self._held = guard.held_objects
         self._log = BoundaryLog(self._run_dir, resume_step)
         self._large_data.is_recording = True
         VariableWriter(self._held, self._large_data).write(frames)
         self._large_data.is_recording = False
+        return guard
 
     # --- boundaries
 
     def _pass_boundary(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Record and compare a boundary in the middle of a loop, and save if a save is due."""
-        may_save = self._has_stepped and len(self._loops) == 1 and loop.place is not None
-        if may_save and loop.can_resume_inside is None:
-            loop.can_resume_inside = find_counters(iterator, frame) is not None
-        may_save = may_save and bool(loop.can_resume_inside)
-        self._save_if_due(loop, frame, may_save=may_save, batch=loop.last_batch)
+        if not loop.has_searched_counters and self._has_stepped:
+            self._search_counters(loop, iterator, frame)
+        may_save = self._has_stepped and len(self._loops) == 1 and loop.counters is not None
+        self._save_if_due(loop, frame, may_save=may_save)
+
+    def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
+        """Find out whether a loop can be resumed in its middle."""
+        assert self._guard is not None
+        assert loop.place is not None
+        loop.has_searched_counters = True
+        loop.counters = find_counters(iterator, frame)
+        if loop.counters is not None:
+            return
+        why = f"the loop at {loop.place.name} takes its batches through a wrapper such as islice"
+        if is_in_generator(frame):
+            raise cannot_be_saved(why, "iterate the generator itself, and leave it with `break`.")
+        if not self._saves_only_between_loops:
+            self._saves_only_between_loops = True
+            self._guard.emit(
+                run_events.SavePostponed(why=f"{why}, so it is saved only when the loop has ended")
+            )
 
     def _save_if_due(
-        self, loop: Loop | None, frame: FrameType, *, may_save: bool, batch: Any
+        self, loop: Loop | None, frame: FrameType, *, may_save: bool, may_exit: bool = True
     ) -> None:
         """Compare the boundary with that of an earlier attempt, and save if a save is due.
 
@@ -360,20 +402,25 @@ class Script:
             loop: The loop in whose middle the boundary is. None between two loops.
             frame: The innermost frame of the script.
             may_save: Whether the script can be resumed from this boundary.
-            batch: The last batch.
+            may_exit: Whether the process may exit here.
         """
         assert self._guard is not None
         if self._has_stepped:
             self._has_stepped = False
-            self._compare(self._guard, frame, batch)
+            self._compare(self._guard, frame, None if loop is None else loop.last_batch)
         self._boundary_frame = frame
         self._boundary_loop = loop
+        if loop is not None:
+            self._boundary_counters = loop.counters
         try:
-            self._guard.pass_boundary(may_save=may_save and self._unsaveable is None)
+            self._guard.pass_boundary(
+                may_save=may_save and self._unsaveable is None, may_exit=may_exit
+            )
         finally:
             # A frame refers to the iterators of its loops, which must be freed when a loop ends.
             self._boundary_frame = None
             self._boundary_loop = None
+            self._boundary_counters = None
 
     def _compare(self, guard: ScriptGuard, frame: FrameType, batch: Any) -> None:
         if self._log is None:
@@ -410,8 +457,10 @@ class Script:
             if frames and frames[0].f_code is loop.place.code:
                 assigned = targets_of_loop(loop.place.code, loop.place.offset)
         saved = SavedScript(
+            argv=sys.orig_argv,
             finished=list(self._finished),
             current=current,
+            counters=[counter.value for counter in self._boundary_counters or []],
             variables=VariableWriter(self._held, self._large_data).write(frames, assigned),
             random_state=capture(self._devices()),
         )
@@ -422,92 +471,37 @@ class Script:
 
     # --- resuming
 
-    def _replay(
-        self, saved: SavedScript, loop: Loop, iterator: LoopIterator, frame: FrameType
+    def _enter_recorded(
+        self, replay: Replay, loop: Loop, iterator: LoopIterator, frame: FrameType
     ) -> None:
-        """End a recorded loop at once, or continue in the middle of the current one.
+        """Handle the first request for a batch of a loop that an earlier attempt has recorded.
 
         Raises:
-            StopIteration: If the loop is recorded as finished.
+            StopIteration: If the loop had finished, so that it ends at once.
             UnchangedScriptError: H739 if the script has come to another loop than before.
         """
-        number = len(self._finished)
-        if number < len(saved.finished):
-            self._replay_finished(saved, saved.finished[number], loop, frame)
+        if not replay.enter(loop, iterator, frame):
+            if len(replay.finished) == len(replay.saved.finished):
+                # The loop continues in its middle.
+                self._resume(replay, frame)
             return
-        assert saved.current is not None
-        _check_same_loop(saved.current, loop)
-        self._continue_inside(saved, saved.current, loop, iterator, frame)
-
-    def _replay_finished(
-        self, saved: SavedScript, recorded: FinishedLoop, loop: Loop, frame: FrameType
-    ) -> None:
-        _check_same_loop(recorded, loop)
-        if recorded.variables is None:
-            loop.batches = self._start_iterator(loop.loader)
-            return
-        self._silence.begin()
-        self._finished.append(recorded)
         loop.is_finished = True
         self._loops.remove(loop)
-        frames = frames_of_script(frame)
-        is_last = len(self._finished) == len(saved.finished)
-        if is_last and saved.current is None:
-            self._resume(saved, frames)
-        else:
-            VariableReader().restore(recorded.variables, frames)
-            self._weights.load(len(self._finished), find_trained_objects(frames).models)
+        if replay.is_at_the_end:
+            self._resume(replay, frame)
         raise StopIteration
 
-    def _continue_inside(
-        self,
-        saved: SavedScript,
-        current: CurrentLoop,
-        loop: Loop,
-        iterator: LoopIterator,
-        frame: FrameType,
-    ) -> None:
-        """Skip the batches that the loop has finished with, and restore the state after them."""
-        self._skip_batches(current, loop)
-        counters = find_counters(iterator, frame)
-        if counters is None:
-            raise resume_differs(f"the loop at {current.place} requests its batches differently")
-        for counter in counters:
-            advance_counter(counter, current.batches)
-        loop.can_resume_inside = True
-        self._resume(saved, frames_of_script(frame))
-
-    def _skip_batches(self, current: CurrentLoop, loop: Loop) -> None:
-        start = current.start
-        if start.had_workers is not None:
-            match_workers(loop.loader, started=start.had_workers)
-        restore(start.random_state)
-        restore_sources(loop.loader, start.generators)
-        loop.start = start
-        loop.batches = self._start_iterator(loop.loader)
-        for number in range(1, current.batches + 1):
-            if number == current.batches > 1 and current.before_last is not None:
-                # The next batch may depend on how this one was made.
-                restore(current.before_last)
-            try:
-                next(loop.batches)
-            except StopIteration:
-                raise resume_differs(
-                    f"the loader of the loop at {current.place} has only {number - 1} batches, of"
-                    f" which {current.batches} were trained"
-                ) from None
-        loop.handed_out = current.batches
-        loop.before_last = current.before_last
-
-    def _resume(self, saved: SavedScript, frames: list[FrameType]) -> None:
-        """Restore the state of a checkpoint, and let the script continue."""
-        self._silence.end()
-        self._saved = None
-        self._create_guard(find_trained_objects(frames), frames, resume_step=saved.global_step)
-        assert self._guard is not None
-        VariableReader().restore(saved.variables, frames)
-        restore(saved.random_state)
-        for optimizer in self._guard.optimizers.values():
+    def _resume(self, replay: Replay, frame: FrameType) -> None:
+        """Restore the state of the checkpoint, and let the script continue."""
+        replay.end_silence()
+        self._replay = None
+        self._finished = list(replay.saved.finished)
+        frames = frames_of_script(frame)
+        guard = self._create_guard(
+            find_trained_objects(frames), frames, resume_step=replay.saved.global_step
+        )
+        replay.restore_variables(frame)
+        for optimizer in guard.optimizers.values():
             # Otherwise torch would warn that the scheduler steps before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -522,9 +516,9 @@ class Script:
         if not self._is_active or os.getpid() != self._process:
             return
         self._is_active = False
-        self._silence.end()
+        self.end_silence()
         self._weights.stop()
-        if self._saved is not None and error is None:
+        if self._replay is not None and error is None:
             self._end(
                 resume_differs("it has ended before the loops in which its earlier attempt trained")
             )
@@ -542,7 +536,8 @@ class Script:
 
     def end_silence(self) -> None:
         """Let output through again, because an error is about to be printed."""
-        self._silence.end()
+        if self._replay is not None:
+            self._replay.end_silence()
 
     def _stop_saving(self, why: str) -> None:
         """Record that no further boundary can be saved."""
@@ -555,32 +550,15 @@ class Script:
     def _give_up(self, error: BaseException) -> None:
         """Handle an unexpected error of holdfast, which must not end a script that trains."""
         self._note_error(error)
-        if self._saved is not None:
+        if self._replay is not None:
             self._end(resume_differs(f"holdfast has failed with {type(error).__name__}: {error}"))
         self._stop_saving(f"holdfast has failed with {type(error).__name__}: {error}")
 
     def _end(self, error: HoldfastError) -> Any:
-        self._silence.end()
+        self.end_silence()
         end_process(error, self._emit)
 
 
 def _loop_variables(frame: FrameType) -> dict[str, Any]:
     frames = frames_of_script(frame)
     return frames[0].f_locals if frames else {}
-
-
-def _check_same_loop(recorded: FinishedLoop | CurrentLoop, loop: Loop) -> None:
-    """Check that the script has come to the loop that its earlier attempt came to."""
-    assert loop.place is not None
-    if not loop.place.is_same_as(recorded.place, recorded.function):
-        raise resume_differs(
-            f"it has come to the loop at {loop.place.name} in {loop.place.function} instead of the"
-            f" one at {recorded.place} in {recorded.function}"
-        )
-    for name, value in recorded.enclosing.items():
-        if loop.enclosing.get(name) != value:
-            raise resume_differs(
-                f"at the loop at {recorded.place}, {name} was {value!r} and is"
-                f" {loop.enclosing.get(name)!r}. If the script loads a checkpoint of its own at the"
-                " start, turn that off"
-            )

@@ -108,20 +108,22 @@ class ScriptGuard(Guard):
         """Count a step of the script."""
         self._own_steps.after_step(optimizer)
 
-    def pass_boundary(self, *, may_save: bool) -> None:
+    def pass_boundary(self, *, may_save: bool, may_exit: bool) -> None:
         """Save if a save is due, and end the process soon if a stop was requested.
 
         Args:
             may_save: Whether the script can be resumed from this boundary. If not, a save or a stop
                 that is due waits for the next one.
+            may_exit: Whether the process may exit here. A finalizer, in which Python ignores all
+                exceptions, must not.
 
         Raises:
             SystemExit: A few steps after the save for a signal or for ``Policy.max_time``.
         """
         self._own_steps.end_batch()
-        if self._steps_until_stop is not None:
+        if self._steps_until_stop is not None and may_exit:
             self._approach_stop(self._steps_until_stop)
-        elif may_save:
+        elif self._steps_until_stop is None and may_save:
             self._boundaries.boundary_outside()
             if self._stop.ends_process:
                 self._begin_stop()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+# Folders of these names contain installed packages, wherever they are.
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 # Since Python 3.13, an assignment to ``frame.f_locals`` changes the variable itself (PEP 667).
 _LOCALS_ARE_WRITTEN_THROUGH = sys.version_info >= (3, 13)
 
@@ -28,7 +30,13 @@ def _library_folders() -> tuple[str, ...]:
     folders.add(str(Path(torch.__file__).parent))
     # This is the folder of the package ``holdfast``.
     folders.add(str(Path(__file__).parents[2]))
+    folders.update(entry for entry in sys.path if _has_installed_packages(entry))
     return tuple(os.path.realpath(folder) + os.sep for folder in folders)
+
+
+def _has_installed_packages(folder: str) -> bool:
+    """Return whether pip has installed packages into a folder on ``sys.path``."""
+    return folder != "" and any(Path(folder).glob("*.dist-info"))
 
 
 _LIBRARY_FOLDERS = _library_folders()
@@ -39,7 +47,10 @@ def is_script_file(filename: str) -> bool:
     """Return whether a file belongs to the user's script, and not to an installed package."""
     if filename.startswith("<frozen"):
         return False
-    return not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
+    path = os.path.realpath(filename)
+    if path.startswith(_LIBRARY_FOLDERS):
+        return False
+    return not _PACKAGE_FOLDERS & set(Path(path).parts)
 
 
 def is_script_module(module: object) -> bool:

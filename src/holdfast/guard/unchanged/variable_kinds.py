@@ -4,7 +4,9 @@ A saved variable is a tree of plain values that a checkpoint can store. Numbers,
 stand for themselves. Anything else is a list that begins with its kind:
 
 ``["list", id, items]``, and alike for tuple, set, frozenset, deque and dict
-``["object", id, class, attributes]``   an instance of a class of the script
+``["object", id, class, attributes, items]``
+                                        an instance of a class of the script; `items` is None unless
+                                        the class is derived from dict or list
 ``["enum", class, name]``              a member of an enumeration of the script
 ``["class", id, class, attributes]``    a class of the script, for its own attributes
 ``["tensor", id, tensor, requires_grad, device]``
@@ -13,7 +15,7 @@ stand for themselves. Anything else is a list that begins with its kind:
 ``["generator", state]``                a random generator
 ``["module", attributes, state]``       a torch module; `state` is None if the guard saves it
 ``["stateful", class, state]``          any other object with a ``state_dict``
-``["loader", states]``                  the random generators and samplers of a loader
+``["loader", states, samplers]``        the random generators and samplers of a loader
 ``["same", id]``                        an object that occurred before
 ``["unchanged"]``                       data that is large and has not changed since training began
 ``["omitted", class]``                  anything else; it stays as the script has created it
@@ -23,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import random
 import types
 from enum import Enum
 from pathlib import PurePath
@@ -32,11 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from holdfast.checkpoint.codec import Encoder
 from holdfast.core.errors import CheckpointError
 from holdfast.guard.unchanged.stack import is_script_class
+from holdfast.loader.random_state import GENERATOR_TYPES
 
 # A saved variable.
 Tree = Any
@@ -46,7 +48,17 @@ SCALARS = (bool, int, float, str, type(None))
 PLAIN_VALUES = (complex, bytes, np.generic, PurePath, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+# NumPy's one-letter dtype kinds of the arrays that a checkpoint can store: booleans and numbers.
+_NUMBER_KINDS = "biufc"
 _PLAIN_CLASSES = (argparse.Namespace, types.SimpleNamespace)
+# The kinds of objects of some classes, including derived ones. The contents of a dataset are data,
+# and the guard saves the optimizers.
+_KINDS_OF_OBJECTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (nn.Module, "module"),
+    (DataLoader, "loader"),
+    (GENERATOR_TYPES, "generator"),
+    ((Dataset, torch.optim.Optimizer), "omitted"),
+)
 # The attributes of every module, which torch manages.
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 # A container with more entries than this is considered to be data, which the script does not
@@ -57,40 +69,59 @@ MOST_ENTRIES = 1_000_000
 SMALL_BYTES = 1 << 16
 
 
+def has_type(value: Any, types: type | tuple[type, ...]) -> bool:
+    """Return whether a value is an instance of a type, without asking the value itself.
+
+    `isinstance` reads ``__class__``. Some objects in the global variables of a script compute it,
+    for example to warn that they are deprecated.
+    """
+    return issubclass(type(value), types)
+
+
 def kind_of(value: Any) -> str:
     """Return the kind under which a value is saved; see the module's docstring."""
-    if isinstance(value, torch.Tensor):
+    if has_type(value, torch.Tensor):
         return "tensor"
-    if isinstance(value, np.ndarray):
-        return "array" if not value.dtype.hasobject else "omitted"
-    if isinstance(value, PLAIN_VALUES):
+    if has_type(value, (np.ndarray, np.generic)) and value.dtype.kind not in _NUMBER_KINDS:
+        return "omitted"
+    if has_type(value, np.ndarray):
+        return "array"
+    if has_type(value, PLAIN_VALUES):
         return "number"
-    if type(value) in CONTAINERS or type(value) in MAPPINGS:
+    if is_container(value):
         return type(value).__name__ if len(value) <= MOST_ENTRIES else "omitted"
     return _kind_of_object(value)
 
 
+def is_container(value: Any) -> bool:
+    """Return whether a value is a container whose entries are saved."""
+    return type(value) in CONTAINERS or type(value) in MAPPINGS
+
+
 def _kind_of_object(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return "module"
-    if isinstance(value, DataLoader):
-        return "loader"
-    if isinstance(value, (torch.Generator, np.random.Generator, random.Random)):
-        return "generator"
-    if isinstance(value, type):
-        return "class" if is_script_class(value) else "omitted"
-    if isinstance(value, Enum):
-        return "enum" if is_script_class(type(value)) else "omitted"
-    # The contents of a dataset are data, and the order of a sampler belongs to its loader.
-    if isinstance(value, (Dataset, Sampler, torch.optim.Optimizer)):
-        return "omitted"
-    if type(value) in _PLAIN_CLASSES or (
-        is_script_class(type(value)) and hasattr(value, "__dict__")
-    ):
-        return "object"
-    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
-        return "stateful"
-    return "omitted"
+    for classes, kind in _KINDS_OF_OBJECTS:
+        if has_type(value, classes):
+            return kind
+    if has_type(value, (type, Enum)):
+        cls = value if has_type(value, type) else type(value)
+        if not is_script_class(cls):
+            return "omitted"
+        return "class" if cls is value else "enum"
+    if type(value) in _PLAIN_CLASSES or is_script_class(type(value)):
+        return (
+            "object" if hasattr(type(value), "__dict__") and _has_attributes(value) else "omitted"
+        )
+    saves = callable(getattr(type(value), "state_dict", None))
+    return "stateful" if saves and hasattr(type(value), "load_state_dict") else "omitted"
+
+
+def _has_attributes(value: Any) -> bool:
+    """Return whether an object has a dict of attributes, unlike one of a class with slots."""
+    try:
+        vars(value)
+    except TypeError:
+        return False
+    return True
 
 
 def class_name(cls: type) -> str:
@@ -119,12 +150,8 @@ def attributes_of_class(cls: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(cls).items()
-        if not name.startswith("__") and (isinstance(value, SCALARS) or _is_container(value))
+        if not name.startswith("__") and (type(value) in SCALARS or is_container(value))
     }
-
-
-def _is_container(value: Any) -> bool:
-    return type(value) in CONTAINERS or type(value) in MAPPINGS
 
 
 def can_be_stored(state: Any) -> bool:

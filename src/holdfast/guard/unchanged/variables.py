@@ -37,10 +37,12 @@ from holdfast.guard.unchanged.variable_kinds import (
     attributes_of_module,
     can_be_stored,
     class_name,
+    has_type,
     kind_of,
 )
 from holdfast.loader.foreign.carried_state import sources_of_state
-from holdfast.loader.samplers import is_stateful
+from holdfast.loader.random_state import GENERATOR_TYPES
+from holdfast.loader.samplers import is_stateful, samplers_of
 
 # Names that Python itself assigns in every module.
 _OWN_NAMES_OF_MODULES = frozenset(
@@ -160,7 +162,7 @@ class VariableWriter:
         for name, value in list(variables.items()):
             if name in _OWN_NAMES_OF_MODULES or name in left_out:
                 continue
-            if isinstance(value, (FunctionType, ModuleType)):
+            if has_type(value, (FunctionType, ModuleType)):
                 continue
             trees[name] = self.tree_of(value)
         return trees
@@ -184,7 +186,7 @@ class VariableWriter:
 
     def _container(self, value: Any, number: int) -> Tree:
         kind = type(value).__name__
-        if isinstance(value, MAPPINGS):
+        if type(value) in MAPPINGS:
             if not all(_is_key(key) for key in value):
                 return _omitted(value)
             return [
@@ -198,7 +200,13 @@ class VariableWriter:
         return [kind, number, [self.tree_of(item) for item in value]]
 
     def _object(self, value: Any, number: int) -> Tree:
-        return ["object", number, class_name(type(value)), self._attributes(vars(value))]
+        # A class of the script may be derived from `dict` or `list`.
+        items = None
+        if has_type(value, dict) and all(map(_is_key, value)):
+            items = self._container(dict(value), number)
+        elif has_type(value, list):
+            items = self._container(list(value), number)
+        return ["object", number, class_name(type(value)), self._attributes(vars(value)), items]
 
     def _enum(self, value: Enum, _number: int) -> Tree:
         return ["enum", class_name(type(value)), value.name]
@@ -210,7 +218,7 @@ class VariableWriter:
         return {
             name: self.tree_of(value)
             for name, value in list(attributes.items())
-            if isinstance(name, str) and not isinstance(value, (FunctionType, ModuleType))
+            if type(name) is str and not has_type(value, (FunctionType, ModuleType))
         }
 
     def _tensor(self, value: torch.Tensor, number: int) -> Tree:
@@ -234,7 +242,11 @@ class VariableWriter:
         return ["generator", _state_of_generator(value)]
 
     def _loader(self, value: Any, _number: int) -> Tree:
-        return ["loader", states_of_sources(value)]
+        return ["loader", states_of_sources(value), self.trees_of_samplers(value)]
+
+    def trees_of_samplers(self, loader: Any) -> list[Tree]:
+        """Return the attributes of a loader's samplers, if the script defines their classes."""
+        return [self.tree_of(sampler) for sampler in samplers_of(loader)]
 
     def _stateful(self, value: Any, _number: int) -> Tree:
         state = state_of(value) if isinstance(value, LRScheduler) else value.state_dict()
@@ -285,6 +297,8 @@ def _state_of_generator(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
     return value.bit_generator.state
 
 
@@ -310,6 +324,8 @@ def _restore_generator(value: Any, state: Any) -> None:
         value.set_state(state)
     elif isinstance(value, random.Random):
         value.setstate(state)
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(state)
     else:
         value.bit_generator.state = state
 
@@ -432,20 +448,31 @@ class VariableReader:
     # --- objects
 
     def _object(self, tree: Tree, live: Any) -> Any:
-        _, number, name, attributes = tree
+        _, number, name, attributes, items = tree
         target = live
         if live is _MISSING or class_name(type(live)) != name or _is_frozen(live):
             cls = _find_class(name)
             if cls is None:
                 return live
-            target = object.__new__(cls)
+            target = cls.__new__(cls)  # type: ignore[call-overload] # not `type` itself
         self._objects[number] = target
         present = vars(target)
         for gone in [key for key in present if isinstance(present[key], SCALARS)]:
             if gone not in attributes:
                 del present[gone]
         self._set_attributes(present, attributes)
+        if items is not None:
+            self._set_items(target, items)
         return target
+
+    def _set_items(self, target: Any, items: Tree) -> None:
+        """Restore the items of an object whose class is derived from ``dict`` or ``list``."""
+        if has_type(target, dict):
+            restored = self.value_of(items, dict(target))
+            target.clear()
+            target.update(restored)
+        else:
+            target[:] = self.value_of(items, list(target))
 
     def _set_attributes(self, present: dict[str, Any], attributes: Mapping[str, Tree]) -> None:
         for name, tree in attributes.items():
@@ -489,14 +516,20 @@ class VariableReader:
         return target
 
     def _generator(self, tree: Tree, live: Any) -> Any:
-        if isinstance(live, (torch.Generator, random.Random, np.random.Generator)):
+        if isinstance(live, GENERATOR_TYPES):
             _restore_generator(live, tree[1])
         return live
 
     def _loader(self, tree: Tree, live: Any) -> Any:
         if live is not _MISSING:
             restore_sources(live, tree[1])
+            self.restore_samplers(live, tree[2])
         return live
+
+    def restore_samplers(self, loader: Any, trees: Iterable[Tree]) -> None:
+        """Restore what `VariableWriter.trees_of_samplers` has returned."""
+        for sampler, tree in zip(samplers_of(loader), trees, strict=False):
+            self.value_of(tree, sampler)
 
     def _stateful(self, tree: Tree, live: Any) -> Any:
         if live is not _MISSING and class_name(type(live)) == tree[1]:

@@ -1,0 +1,70 @@
+"""The boundaries of a resumed script are compared with those of its earlier attempt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.guard.unchanged.proof import BoundaryLog, describe_boundary
+from holdfast.loader.random_state import capture
+
+
+def boundary(**changes: Any) -> dict[str, Any]:
+    """Return a boundary, in which some values may be others."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=changes.get("lr", 0.1))
+    torch.manual_seed(changes.get("seed", 0))
+    batch = {"inputs": torch.full((4, 3), changes.get("value", 1.0)), "name": "a"}
+    variables = {"step": changes.get("step", 3), "text": "no number"}
+    return describe_boundary([batch, 2], capture(), {"optimizer": optimizer}, variables)
+
+
+def test_equal_boundaries_are_counted(tmp_path: Path) -> None:
+    """Boundaries that are equal to the recorded ones are counted, and the rest are recorded."""
+    BoundaryLog(tmp_path, None).note(5, boundary())
+    resumed = BoundaryLog(tmp_path, 4)
+
+    assert resumed.note(5, boundary()) is None
+    assert resumed.note(6, boundary(value=2.0)) is None
+    assert resumed.equal_boundaries == 1
+    assert resumed.is_complete
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"lr": 0.2}, "lr"),
+        ({"seed": 1}, "random"),
+        ({"value": 2.0}, "batch"),
+        ({"step": 4}, "step"),
+    ],
+)
+def test_difference_is_named(change: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """A learning rate, random state, batch or counter that differs is named."""
+    BoundaryLog(tmp_path, None).note(5, boundary())
+
+    difference = BoundaryLog(tmp_path, 4).note(5, boundary(**change))
+
+    assert difference is not None
+    assert name in difference
+
+
+def test_boundaries_before_the_checkpoint_are_not_compared(tmp_path: Path) -> None:
+    """Only steps after the checkpoint are repeated."""
+    BoundaryLog(tmp_path, None).note(5, boundary())
+
+    resumed = BoundaryLog(tmp_path, 5)
+
+    assert resumed.is_complete
+
+
+def test_run_from_the_beginning_is_compared_with_nothing(tmp_path: Path) -> None:
+    """Without a checkpoint, the random numbers of an unseeded script are others."""
+    BoundaryLog(tmp_path, None).note(5, boundary())
+
+    again = BoundaryLog(tmp_path, None)
+
+    assert again.note(5, boundary(value=3.0)) is None

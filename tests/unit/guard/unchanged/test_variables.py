@@ -1,0 +1,266 @@
+"""The variables of a script are saved without pickle, and restored in place."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.guard.unchanged.stack import is_script_file
+from holdfast.guard.unchanged.variables import LargeData, VariableReader, VariableWriter
+
+
+class Phase(enum.Enum):
+    TRAIN = 1
+    TEST = 2
+
+
+class Meter:
+    """A class of the script."""
+
+    best = 0.0
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.count = 0
+
+
+class Lazy(torch.nn.Module):
+    """A module with state that its ``state_dict`` lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.calls = 0
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def through_a_checkpoint(tree: Any) -> Any:
+    """Return a tree as a checkpoint returns it."""
+    encoder = Encoder("script")
+    encoded = encoder.encode(tree)
+    return decode(encoded, {name: tensor.clone() for name, tensor in encoder.tensors.items()})
+
+
+def saved(value: Any, held: frozenset[int] = frozenset()) -> Any:
+    return through_a_checkpoint(VariableWriter(held, LargeData()).tree_of(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        2.5,
+        "text",
+        None,
+        True,
+        [1.0, 2.0],
+        [[1], {"a": (2, None)}],
+        {1, 2},
+        frozenset({"a"}),
+        {("a", 1): [3]},
+        collections.deque([1, 2]),
+        collections.Counter("aab"),
+        Phase.TEST,
+        np.float32(2.5),
+    ],
+)
+def test_values_are_restored(value: Any) -> None:
+    """A value of any of these kinds comes back equal, in place of another one."""
+    assert VariableReader().value_of(saved(value), "something else") == value
+
+
+def test_objects_are_restored_in_place() -> None:
+    """Whoever refers to a list, a tensor or an object of the script sees the restored values."""
+    meter = Meter()
+    meter.values = [1.0, 2.0]
+    meter.count = 2
+    weights = torch.arange(3.0)
+    array = np.arange(3)
+    tree = saved([meter, weights, array])
+    values = meter.values
+    meter.values.append(3.0)
+    meter.count = 9
+    weights.zero_()
+    array[:] = 0
+
+    restored = VariableReader().value_of(tree, [meter, weights, array])
+
+    assert restored[0] is meter
+    assert restored[1] is weights
+    assert meter.values is values
+    assert (meter.values, meter.count) == ([1.0, 2.0], 2)
+    assert weights.tolist() == [0.0, 1.0, 2.0]
+    assert array.tolist() == [0, 1, 2]
+
+
+def test_objects_that_occur_twice_stay_one_object() -> None:
+    """Two variables that refer to one list refer to one list after the resume."""
+    shared = [1]
+
+    first, second = VariableReader().value_of(saved([shared, shared]), None)
+
+    assert first is second
+
+
+def test_random_generators_continue() -> None:
+    """A generator that the script keeps draws the same numbers again."""
+    generators = [
+        torch.Generator().manual_seed(1),
+        np.random.default_rng(1),
+        random.Random(1),
+        np.random.RandomState(1),
+    ]
+    tree = saved(generators)
+
+    def draw() -> list[float]:
+        torch_generator, *others = generators
+        assert isinstance(torch_generator, torch.Generator)
+        drawn = [generator.random() for generator in others]
+        return [torch.rand((), generator=torch_generator).item(), *drawn]
+
+    drawn = draw()
+    VariableReader().value_of(tree, generators)
+
+    assert draw() == drawn
+
+
+def test_module_keeps_what_its_state_dict_lacks() -> None:
+    """Attributes, non-persistent buffers and the mode of a module are restored."""
+    module = Lazy()
+    module.calls = 4
+    module.cache.fill_(2.0)
+    module.eval()
+    tree = saved(module)
+    module.train()
+    module.calls = 0
+    module.cache.zero_()
+
+    VariableReader().value_of(tree, module)
+
+    assert (module.calls, module.training, module.linear.training) == (4, False, False)
+    assert module.cache.tolist() == [2.0, 2.0]
+
+
+class Config(dict):  # type: ignore[type-arg] # as scripts do
+    """A dict of the script with attributes."""
+
+
+class Shuffled(torch.utils.data.Sampler[int]):
+    """A sampler whose order depends on how often it was iterated."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return iter([(index + self.epoch) % 4 for index in range(4)])
+
+
+def test_class_derived_from_dict_keeps_its_entries() -> None:
+    """Entries and attributes of such an object are restored in place."""
+    config = Config(lr=0.1)
+    config.epoch = 3  # type: ignore[attr-defined]
+    tree = saved(config)
+    config["lr"] = 9.0
+    config["new"] = 1
+    config.epoch = 0  # type: ignore[attr-defined]
+
+    restored = VariableReader().value_of(tree, config)
+
+    assert restored is config
+    assert (dict(config), config.epoch) == ({"lr": 0.1}, 3)  # type: ignore[attr-defined]
+
+
+def test_sampler_of_the_script_continues() -> None:
+    """The attributes of a sampler that the script defines are part of its loader's state."""
+    loader = torch.utils.data.DataLoader(list(range(4)), sampler=Shuffled())
+    list(loader)
+    tree = saved(loader)
+    expected = list(loader)
+    list(loader)
+
+    VariableReader().value_of(tree, loader)
+
+    assert list(loader) == expected
+
+
+def test_modules_of_the_guard_are_left_to_it() -> None:
+    """The weights of a model that the guard saves are not saved twice."""
+    module = torch.nn.Linear(2, 2)
+    held = frozenset(map(id, [module, *module.parameters()]))
+
+    tree = saved(module, held)
+
+    assert tree[0] == "module"
+    assert tree[2] is None
+
+
+def test_large_data_is_saved_only_after_it_has_changed() -> None:
+    """A data set in memory is not written into each checkpoint."""
+    data = torch.zeros(100_000)
+    labels = np.zeros(100_000)
+    large = LargeData()
+    large.is_recording = True
+    VariableWriter(frozenset(), large).tree_of([data, labels])
+    large.is_recording = False
+
+    unchanged = VariableWriter(frozenset(), large).tree_of([data, labels])
+    data[0] = 1.0
+    labels[0] = 1.0
+    changed = VariableWriter(frozenset(), large).tree_of([data, labels])
+
+    assert [tree[0] for tree in unchanged[2]] == ["unchanged", "unchanged"]
+    assert [tree[0] for tree in changed[2]] == ["tensor", "array"]
+
+
+def test_local_variables_of_a_running_function_are_restored() -> None:
+    """Variables are assigned in the function itself, also those that do not exist yet."""
+
+    def train(restore_from: Any = None) -> Any:
+        count = 0
+        best = None
+        if restore_from is None:
+            count = 41
+            best = [0.5]
+            return VariableWriter(frozenset(), LargeData()).write(
+                [sys._getframe()], frozenset({"best"})
+            )
+        VariableReader().restore(restore_from, [sys._getframe()])
+        return count, best
+
+    tree = train()
+    space = next(space for space in tree if space.endswith("train"))
+    assert "best" not in tree[space]
+    tree[space]["best"] = ["list", 0, [0.75]]
+
+    assert train(tree) == (41, [0.75])
+
+
+def test_values_that_no_checkpoint_can_store_are_left_alone() -> None:
+    """An array of dates or a function does not keep the other variables from being saved."""
+    dates = np.array(["2026-11-30"], dtype="datetime64[D]")
+
+    restored = VariableReader().value_of(
+        saved([dates, np.datetime64("NaT"), print, 3]), [1, 2, 3, 4]
+    )
+
+    assert restored == [1, 2, 3, 3]
+
+
+def test_installed_packages_are_not_part_of_the_script(tmp_path: Path) -> None:
+    """Packages in any folder into which pip has installed them are libraries."""
+    assert is_script_file(str(tmp_path / "train.py"))
+    assert not is_script_file(str(tmp_path / "site-packages" / "package" / "module.py"))
+    assert not is_script_file(torch.__file__)
