@@ -16,11 +16,12 @@ The verdict on each kill:
 - refused: holdfast ended the script with exit code 2 because it could not save it or resume it
   exactly. Nothing is lost, but nothing is gained either. The reason is counted.
 - not proven: the run ended with other results, and holdfast had said that it could not prove the
-  resume, or the command failed otherwise.
+  resume.
+- failed: the command failed otherwise, although the plain run did not.
 - WRONG: the run has ended with other results and without a warning. A second plain run has equal
   results; a program for which it has not is left out.
 
-To reach: no kill is WRONG.
+To reach: no kill is WRONG or failed.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ from holdfast.recorder.run_files import PROCESSES_FOLDER, SAMPLES_FILE
 EXACT = "exact"
 REFUSED = "refused"
 NOT_PROVEN = "not proven"
+FAILED = "failed"
 WRONG = "WRONG"
-VERDICTS = (EXACT, REFUSED, NOT_PROVEN, WRONG)
+VERDICTS = (EXACT, REFUSED, NOT_PROVEN, FAILED, WRONG)
 
 _CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()"]
 _SOURCES = str(Path(holdfast.__file__).parents[1])
@@ -68,7 +70,7 @@ _QUICK_KILLS = 1
 _SAVE_INTERVAL_STEPS = 5
 _LONGEST_DELAY_SECONDS = 0.5
 # A program without optimizer steps is killed at a random moment of this time.
-_STEPLESS_SECONDS = 20.0
+_STEPLESS_SECONDS = 5.0
 _LONGEST_ATTEMPT_SECONDS = 600.0
 _POLL_SECONDS = 0.1
 _OUTCOME_FILE = "outcome.json"
@@ -222,7 +224,7 @@ def judge(program: Program, attempts: list[Attempt], results: Results, plain: Re
         outcome.reason = reasons[0] if reasons else last.errors[-300:]
         return outcome
     if last.exit_code != 0:
-        outcome.verdict = NOT_PROVEN
+        outcome.verdict = FAILED
         outcome.reason = f"exit code {last.exit_code}: {last.errors.strip()[-300:]}"
         return outcome
     difference = results.difference_from(plain)
@@ -381,12 +383,12 @@ def add_figures(result: Result, outcomes: list[Outcome]) -> None:
     # A program that is refused at its first step has not been killed.
     program_verdicts = Counter(outcome.verdict for outcome in outcomes)
     for verdict in VERDICTS:
-        expected = 0 if verdict == WRONG else None
+        expected = 0 if verdict in (FAILED, WRONG) else None
         result.add_count(
             f"kills: {verdict}", kill_verdicts[verdict], kill_verdicts.total(), expected=expected
         )
     for verdict in VERDICTS:
-        expected = 0 if verdict == WRONG else None
+        expected = 0 if verdict in (FAILED, WRONG) else None
         result.add_count(
             f"programs: {verdict}", program_verdicts[verdict], len(outcomes), expected=expected
         )
