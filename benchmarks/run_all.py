@@ -47,6 +47,7 @@ SCRIPTS = (
     "hang_detection",
     "leak_lines",
     "supervised_kills",
+    "preemptions",
     "evals.verdicts",
     "evals.world",
     "evals.chaos",

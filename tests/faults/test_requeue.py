@@ -80,6 +80,26 @@ def test_a_refusal_is_reported_and_loses_nothing(supervise, tmp_path):
     assert [json.loads(line)["step"] for line in steps] == list(range(1, 33))
 
 
+@pytest.mark.parametrize(
+    ("job", "requeued"),
+    [
+        ("JobState=RUNNING PreemptTime=2026-11-30T12:39:10", True),
+        ("JobState=RUNNING PreemptTime=None", False),
+        ("JobState=CANCELLED PreemptTime=2026-11-30T12:39:10", False),
+    ],
+)
+def test_after_sigterm_a_job_is_requeued_only_if_it_is_preempted(
+    supervise, tmp_path, job, requeued
+):
+    """`scancel` sends the same signal, and a job that ends during a preemption is not requeued."""
+    answer = f'[ "$2" = show ] && echo "JobId=4711 {job} SuspendTime=None"'
+    request = {"policy": {"stop_exit_code": 85}, "terminate_at": 3}
+
+    assert supervise(answer + "; exit 0", request, SLURM_JOB_ID="4711").returncode == 85
+    assert asked(tmp_path)[0] == "--oneliner show job 4711"
+    assert asked(tmp_path)[1:] == ["requeue 4711"] * requeued
+
+
 def test_only_the_first_task_of_a_job_asks(supervise, tmp_path):
     """Otherwise, each task that `srun` starts would requeue the job."""
     assert supervise(SLURM_JOB_ID="4711", SLURM_PROCID="1").returncode == 85

@@ -299,6 +299,33 @@ for epoch in range(4):
         average.update_parameters(model)
 print("digest of the average", digest(average), scaler.get_scale())
 """,
+    "a child process that iterates a loader": """
+import subprocess, sys
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+    subprocess.run([sys.executable, "-c", "from torch.utils.data import DataLoader as L; list(L([1, 2]))"], check=True)
+""",
+    "transforms that are modules, in workers": """
+class Transformed(torch.utils.data.Dataset):
+    transform = torch.nn.Dropout(0.2)
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        inputs, label = dataset()[index]
+        return self.transform(inputs), label
+
+loader = DataLoader(Transformed(), batch_size=8, shuffle=True, num_workers=2)
+validation = DataLoader(Transformed(), batch_size=32, num_workers=2)
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+    for inputs, labels in validation:
+        total = inputs.sum().item()
+    print("digest of the last validation", total)
+""",
     "an example batch before training": """
 example, _ = next(iter(loader))
 for epoch in range(4):
@@ -361,6 +388,29 @@ torch.save(model.state_dict(), "final.pt")
     assert resumed.status == 2
     assert "[H739]" in resumed.stderr
     assert not (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.slow
+def test_optimizer_that_is_created_later_ends_the_saving(tmp_path: Path) -> None:
+    """From its first step on, nothing is saved any more, and an event says so."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+for epoch in range(3):
+    if epoch == 1:
+        optimizer = torch.optim.AdamW(model.parameters())
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+""",
+    )
+
+    done = run(resumable(script), tmp_path)
+
+    assert done.status == 0, done.stderr
+    assert "resume_may_differ" in guard_events(tmp_path)
+    checkpoints = tmp_path / "runs" / "killed_at_step" / "guard" / "checkpoints"
+    assert max(path.name for path in checkpoints.iterdir()).endswith("step00000020")
 
 
 @pytest.mark.slow

@@ -142,6 +142,8 @@ def main() -> None:
             Path(request["filler"]).unlink()
         if guard.global_step == request.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if guard.global_step == request.get("terminate_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
         if guard.global_step == request.get("long_step"):
             wait_for_file(Path(request["ends_long_step"]))
         time.sleep(request.get("seconds_per_step", 0.0))

@@ -28,6 +28,10 @@ _SAVES = 2
 # and SIGKILL that Slurm (`KillWait`) and Kubernetes (`terminationGracePeriodSeconds`) allow by
 # default, so a save that takes longer would not survive a SIGTERM either.
 _UNMEASURED_SAVE_SECONDS = 30.0
+# The time that is kept free in a Slurm job for what follows the last save, in seconds: the
+# processes exit, and the job's script or ``holdfast run`` asks Slurm to requeue the job. At the end
+# of the job, Slurm kills the script, which then cannot ask any more.
+_EXIT_SECONDS = 10.0
 # The position of a process's start time in `/proc/PID/stat`, among the fields after its name. It is
 # field 22 in proc(5), counted from 1, and its unit is clock ticks since the system has booted.
 _START_FIELD = 19
@@ -41,15 +45,17 @@ class _Deadline:
     seconds: float
     # What happens at that time, as a clause.
     what: str
+    # The time that is kept free for what follows the last save, in seconds.
+    exit_seconds: float = 0.0
 
 
 class TimeLimit:
     """Asks a run to stop while there is still time for a save.
 
     At each boundary, the remaining time is compared with the duration of the longest step so far
-    plus that of two saves. The duration of a step is the time from one boundary to the next. It
-    includes everything that the script does there, so the run stops before a validation that
-    would not finish if it took as long as an earlier one.
+    plus that of two saves and, in a Slurm job, ten seconds for the exit. The duration of a step is
+    the time from one boundary to the next. It includes everything that the script does there, so
+    the run stops before a validation that would not finish if it took as long as an earlier one.
 
     Args:
         max_time: See `Policy.max_time`. None if this process does not watch the time.
@@ -109,7 +115,8 @@ class TimeLimit:
         if save_seconds is None:
             save_seconds = _UNMEASURED_SAVE_SECONDS
         remaining = self._deadline.seconds - now
-        if remaining <= (1 + self._steps_until_stop) * step_seconds + _SAVES * save_seconds:
+        needed = (1 + self._steps_until_stop) * step_seconds + _SAVES * save_seconds
+        if remaining <= needed + self._deadline.exit_seconds:
             reason = (
                 f"max_time: {duration(max(0.0, remaining))} until {self._deadline.what}; a step"
                 f" takes up to {duration(step_seconds)} and a save up to {duration(save_seconds)}"
@@ -128,7 +135,7 @@ class TimeLimit:
         deadlines = [self._end_of_budget(now), self._end_of_job(now)]
         self._deadline = min(
             (deadline for deadline in deadlines if deadline is not None),
-            key=lambda deadline: deadline.seconds,
+            key=lambda deadline: deadline.seconds - deadline.exit_seconds,
             default=None,
         )
         if self._deadline is not None:
@@ -173,7 +180,11 @@ class TimeLimit:
         except ValueError as error:
             self._record.emit(run_events.EndOfJobUnknown(job=job, why=str(error)))
             return None
-        return _Deadline(seconds=now + end - unix_now, what=f"Slurm ends job {job}")
+        return _Deadline(
+            seconds=now + end - unix_now,
+            what=f"Slurm ends job {job}",
+            exit_seconds=_EXIT_SECONDS,
+        )
 
 
 def _process_started() -> float:

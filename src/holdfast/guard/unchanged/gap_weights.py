@@ -9,6 +9,7 @@ weights/<number of finished loops>.pt
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ class GapWeights:
 
     Args:
         run_dir: The run directory of the guard.
+        on_failure: Called with the error if the weights cannot be saved.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, on_failure: Callable[[BaseException], None]) -> None:
         self._folder = run_dir / "weights"
+        self._on_failure = on_failure
+        self._process = os.getpid()
         self._remove_hook: Callable[[], None] | None = None
 
     def watch(self, number: int, models: Mapping[str, nn.Module]) -> None:
@@ -40,10 +44,13 @@ class GapWeights:
             models: The models by name.
         """
         self.stop()
+        parts = {id(part) for model in models.values() for part in model.modules()}
 
-        def save_once(*_: Any) -> None:
-            self.stop()
-            self.save(number, models)
+        def save_once(module: nn.Module, _inputs: Any) -> None:
+            # Transforms of images are modules too, and workers of a loader inherit this hook.
+            if id(module) in parts and os.getpid() == self._process:
+                self.stop()
+                self.save(number, models)
 
         self._remove_hook = register_module_forward_pre_hook(save_once).remove
 
@@ -54,15 +61,14 @@ class GapWeights:
             self._remove_hook = None
 
     def save(self, number: int, models: Mapping[str, nn.Module]) -> None:
-        """Save the current weights.
-
-        Raises:
-            OSError: If the disk is full or fails.
-        """
-        self._folder.mkdir(exist_ok=True)
+        """Save the current weights. If that fails, `on_failure` is called."""
         draft = self._folder / f".tmp-{number}.pt"
-        _save({name: model.state_dict() for name, model in models.items()}, draft)
-        draft.replace(self._path(number))
+        try:
+            self._folder.mkdir(exist_ok=True)
+            _save({name: model.state_dict() for name, model in models.items()}, draft)
+            draft.replace(self._path(number))
+        except (OSError, RuntimeError) as error:
+            self._on_failure(error)
 
     def load(self, number: int, models: Mapping[str, nn.Module]) -> None:
         """Load the weights that were used after this number of loops, if any were."""

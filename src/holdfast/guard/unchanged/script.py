@@ -88,7 +88,7 @@ class Script:
         self._held: frozenset[int] = frozenset()
         self._large_data = LargeData()
         self._log: BoundaryLog | None = None
-        self._weights = GapWeights(run_dir)
+        self._weights = GapWeights(run_dir, self._give_up)
         # Why the script can no longer be saved. None if it can.
         self._unsaveable: str | None = None
         # Whether an optimizer has stepped since the last boundary.

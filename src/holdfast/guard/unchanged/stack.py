@@ -59,8 +59,13 @@ def is_script_module(module: object) -> bool:
     if filename is None:
         # The script itself has no file if it is run with ``python -c``.
         return getattr(module, "__name__", None) == "__main__"
+    return isinstance(filename, str) and _is_module_file(filename)
+
+
+@lru_cache(maxsize=None)
+def _is_module_file(filename: str) -> bool:
     # Some modules of torch have a file name that is not the path of a file.
-    return isinstance(filename, str) and Path(filename).is_file() and is_script_file(filename)
+    return is_script_file(filename) and Path(filename).is_file()
 
 
 def is_script_class(cls: type) -> bool:

@@ -13,9 +13,11 @@ REFUSED_STATUS = os.EX_TEMPFAIL
 # `scontrol` asks the controller, which may be busy or unreachable.
 _SCONTROL_SECONDS = 30.0
 # The reasons of a stop for which the job is requeued: its time is nearly over, or Slurm has sent
-# the signal of ``sbatch --signal``. After SIGTERM and SIGINT, it is not, because `scancel`, a
-# preemption (which Slurm requeues itself) and a user send them.
+# the signal of ``sbatch --signal``. After SIGINT, it is not, because a user sends it.
 _REASONS = frozenset({"max_time", "SIGUSR1", "SIGUSR2"})
+# `scancel` sends this signal, and so does a preemption, at the beginning of the grace time of the
+# partition. Slurm requeues a preempted job itself only if it still runs at the end of that time.
+_REASON_OF_PREEMPTION = "SIGTERM"
 
 
 def job_to_requeue(environment: Mapping[str, str]) -> str:
@@ -41,28 +43,57 @@ def should_requeue(stopped_by: str | None, environment: Mapping[str, str]) -> bo
 
     Args:
         stopped_by: What made the training script stop; see `AttemptJudgement`.
-        environment: The environment of this process. If the job has several tasks, only the first
-            one asks.
+        environment: The environment of this process, which must belong to a job. If the job has
+            several tasks, only the first one asks.
     """
-    return stopped_by in _REASONS and environment.get("SLURM_PROCID", "0") == "0"
+    if environment.get("SLURM_PROCID", "0") != "0":
+        return False
+    if stopped_by == _REASON_OF_PREEMPTION:
+        return _is_being_preempted(job_to_requeue(environment))
+    return stopped_by in _REASONS
 
 
 def requeue(job: str) -> str | None:
     """Ask Slurm to requeue a job. Return why it did not, or None if it did."""
     command = ["scontrol", "requeue", job]
     try:
-        result = subprocess.run(  # noqa: S603 - Slurm's own program and job id
-            command,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            timeout=_SCONTROL_SECONDS,
-        )
+        result = _run(command)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if result.returncode == 0:
         return None
     return result.stderr.strip() or f"{' '.join(command)} exited with {result.returncode}"
+
+
+def _is_being_preempted(job: str) -> bool:
+    """Return whether Slurm has begun to preempt a job, which still runs; False if that is unknown.
+
+    Slurm prints ``PreemptTime=None`` for a job that it has not begun to preempt, and no such field
+    for one that waits. A job that was cancelled no longer runs.
+    """
+    try:
+        fields = _run(["scontrol", "--oneliner", "show", "job", job]).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    preempted = any(
+        field.startswith("PreemptTime=") and field != "PreemptTime=None" for field in fields
+    )
+    return preempted and "JobState=RUNNING" in fields
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program of Slurm, and return its exit code and output.
+
+    Raises:
+        OSError: If it cannot be started.
+        subprocess.TimeoutExpired: If it does not exit in time.
+    """
+    return subprocess.run(  # noqa: S603 - Slurm's own program and job id
+        command,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_SCONTROL_SECONDS,
+    )
