@@ -196,11 +196,25 @@ def read_options(name: str, what: str) -> Options:
     parser = argparse.ArgumentParser(
         description=what, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_options(parser)
+    return options_of(name, parser.parse_args())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `Options` to the command line of a benchmark that has others too."""
     parser.add_argument("--quick", action="store_true", help="few repetitions, under a minute")
     parser.add_argument("--out", type=Path, help="result file")
-    given = parser.parse_args()
-    folder = _HERE / "results" / "quick" if given.quick else _HERE / "results"
-    return Options(name=name, quick=given.quick, out=given.out or folder / f"{name}.json")
+
+
+def options_of(name: str, arguments: argparse.Namespace) -> Options:
+    """Return the `Options` in a parsed command line.
+
+    Args:
+        name: Of the benchmark and of its result file.
+        arguments: Parsed by a parser with the arguments of `add_options`.
+    """
+    folder = _HERE / "results" / "quick" if arguments.quick else _HERE / "results"
+    return Options(name=name, quick=arguments.quick, out=arguments.out or folder / f"{name}.json")
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
