@@ -156,6 +156,7 @@ def test_the_commands_and_their_flags() -> None:
             "--quiet",
             "--requeue",
             "--restart-delay",
+            "--resume",
             "--run-dir",
         ],
         "watch": ["--json", "--once"],

@@ -4,7 +4,7 @@ The code between two finished loops runs again after a resume. If it uses the mo
 of a ``for`` statement over a loader, it needs the weights of that moment, since the result may
 decide whether training goes on. They are kept in the run directory:
 
-weights/<number of finished loops>.pt
+weights/<number of finished loops>.safetensors
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-# While the script's finished loops are not run again, `torch.save` does nothing.
-_save = torch.save
+from holdfast.checkpoint.tensor_files import SUFFIX, read_tensors, write_tensors
 
 
 class GapWeights:
@@ -62,10 +61,11 @@ class GapWeights:
 
     def save(self, number: int, models: Mapping[str, nn.Module]) -> None:
         """Save the current weights. If that fails, `on_failure` is called."""
-        draft = self._folder / f".tmp-{number}.pt"
+        draft = self._folder / f".tmp-{number}{SUFFIX}"
         try:
             self._folder.mkdir(exist_ok=True)
-            _save({name: model.state_dict() for name, model in models.items()}, draft)
+            draft.unlink(missing_ok=True)
+            write_tensors(draft, _tensors_of(models))
             draft.replace(self._path(number))
         except (OSError, RuntimeError) as error:
             self._on_failure(error)
@@ -73,12 +73,18 @@ class GapWeights:
     def load(self, number: int, models: Mapping[str, nn.Module]) -> None:
         """Load the weights that were used after this number of loops, if any were."""
         path = self._path(number)
-        if not path.exists():
-            return
-        states = torch.load(path, map_location="cpu", weights_only=True)
-        for name, model in models.items():
-            if name in states:
-                model.load_state_dict(states[name])
+        if path.exists():
+            read_tensors([path], _tensors_of(models), lambda _name, _shape: None)
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number}.pt"
+        return self._folder / f"{number}{SUFFIX}"
+
+
+def _tensors_of(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of the models by name."""
+    return {
+        f"{name}/{key}": value.detach()
+        for name, model in models.items()
+        for key, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }

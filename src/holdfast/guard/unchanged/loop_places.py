@@ -58,7 +58,7 @@ class LoopPlace:
 
     @property
     def name(self) -> str:
-        """Return the position as text, such as ``train.py:31``."""
+        """Return the position as text: the name of the file, a colon, and the line."""
         return f"{Path(self.file).name}:{self.line}"
 
     def is_same_as(self, name: str, function: str) -> bool:

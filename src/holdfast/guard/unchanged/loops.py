@@ -30,7 +30,7 @@ class Loop:
     start: LoaderStart
     # torch's iterator. None in a loop that has been recorded and is not run again.
     batches: Iterator[Any] | None
-    # Where the script has requested the iterator, such as ``train.py:31``.
+    # The file and line in which the script has requested the iterator.
     created_at: str
     # The statement that requests the batches. None before the first request.
     place: LoopPlace | None = None

@@ -24,7 +24,7 @@ LEAST_REPEATED_STEPS = 3
 class FinishedLoop:
     """A loop over a loader that has ended, outside of any other one."""
 
-    # Where the loop is, such as ``train.py:31``, and in which function.
+    # The file and line of the loop, and its function.
     place: str
     function: str
     # The targets of the enclosing ``for`` statements when the loop began, such as the epoch.
