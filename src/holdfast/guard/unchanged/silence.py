@@ -7,6 +7,7 @@ its files a second time, with the weights of another moment.
 from __future__ import annotations
 
 import builtins
+import fnmatch
 import io
 import os
 import sys
@@ -27,10 +28,11 @@ _REPLACED = {
     "wandb": ("log",),
     "mlflow": ("log_metric", "log_metrics", "log_artifact", "log_artifacts"),
 }
-# Methods of classes that write to a log, by the name of the module and the class.
+# Methods that write to a log, as a pattern of their names, by the names of their module and class.
 _REPLACED_METHODS = {
-    ("torch.utils.tensorboard.writer", "SummaryWriter"): "add_",
-    ("tensorboardX", "SummaryWriter"): "add_",
+    ("wandb.sdk.wandb_run", "Run"): "log",
+    ("torch.utils.tensorboard.writer", "SummaryWriter"): "add_*",
+    ("tensorboardX", "SummaryWriter"): "add_*",
 }
 
 
@@ -59,10 +61,11 @@ class Silence:
             for name in names:
                 if module is not None and hasattr(module, name):
                     self._replace(module, name, _do_nothing)
-        for (module_name, class_name), prefix in _REPLACED_METHODS.items():
+        for (module_name, class_name), pattern in _REPLACED_METHODS.items():
             cls = getattr(sys.modules.get(module_name), class_name, None)
-            for name in [name for name in dir(cls) if name.startswith(prefix)] if cls else []:
-                self._replace(cls, name, _do_nothing)
+            if cls is not None:
+                for name in fnmatch.filter(dir(cls), pattern):
+                    self._replace(cls, name, _do_nothing)
         opener = _discarding(open)
         self._replace(builtins, "open", opener)
         self._replace(io, "open", opener)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,3 +50,25 @@ def test_output_is_let_through_afterwards(
 
     assert (tmp_path / "weights.pt").exists()
     assert "printed" in capfd.readouterr().out
+
+
+def test_metrics_are_not_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the function of W&B nor the method of a run logs anything until the end."""
+    logged = []
+
+    class Run:
+        def log(self, metrics: dict[str, float]) -> None:
+            logged.append(metrics)
+
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(log=run.log))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.wandb_run", SimpleNamespace(Run=Run))
+    silence = Silence()
+    silence.begin()
+
+    sys.modules["wandb"].log({"loss": 1.0})
+    run.log({"loss": 1.0})
+    silence.end()
+    run.log({"loss": 2.0})
+
+    assert logged == [{"loss": 2.0}]
