@@ -11,7 +11,6 @@ import importlib
 import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -174,6 +173,9 @@ class VariableWriter:
         kind = kind_of(value)
         if kind == "number":
             return ["number", value]
+        if kind == "enum":
+            # A member exists only once, so it needs no number by which other variables refer to it.
+            return ["enum", class_name(type(value)), value.name]
         if kind == "omitted" or id(value) in self._held:
             return self._module(value) if kind == "module" else _omitted(value)
         if id(value) in self._numbers:
@@ -207,9 +209,6 @@ class VariableWriter:
         elif has_type(value, list):
             items = self._container(list(value), number)
         return ["object", number, class_name(type(value)), self._attributes(vars(value)), items]
-
-    def _enum(self, value: Enum, _number: int) -> Tree:
-        return ["enum", class_name(type(value)), value.name]
 
     def _class(self, value: type, number: int) -> Tree:
         return ["class", number, class_name(value), self._attributes(attributes_of_class(value))]
@@ -436,14 +435,19 @@ class VariableReader:
     def _dict(self, tree: Tree, live: Any) -> Any:
         target = live if type(live) in MAPPINGS else {}
         self._objects[tree[1]] = target
-        items = {}
+        entries = self._entries(tree, target)
+        target.clear()
+        target.update(entries)
+        return target
+
+    def _entries(self, tree: Tree, present: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of a dict, restored in place where they exist already."""
+        entries = {}
         for saved_key, item in tree[2]:
             key = self._tuple(saved_key, None) if isinstance(saved_key, list) else saved_key
-            value = self.value_of(item, target.get(key, _MISSING))
-            items[key] = None if value is _MISSING else value
-        target.clear()
-        target.update(items)
-        return target
+            value = self.value_of(item, present.get(key, _MISSING))
+            entries[key] = None if value is _MISSING else value
+        return entries
 
     # --- objects
 
@@ -466,13 +470,16 @@ class VariableReader:
         return target
 
     def _set_items(self, target: Any, items: Tree) -> None:
-        """Restore the items of an object whose class is derived from ``dict`` or ``list``."""
+        """Restore the items of an object whose class is derived from ``dict`` or ``list``.
+
+        The saved items have the number of the object, which stands for the object itself.
+        """
         if has_type(target, dict):
-            restored = self.value_of(items, dict(target))
+            entries = self._entries(items, dict(target))
             target.clear()
-            target.update(restored)
+            target.update(entries)
         else:
-            target[:] = self.value_of(items, list(target))
+            target[:] = self._items(items, list(target))
 
     def _set_attributes(self, present: dict[str, Any], attributes: Mapping[str, Tree]) -> None:
         for name, tree in attributes.items():

@@ -111,6 +111,15 @@ def test_objects_that_occur_twice_stay_one_object() -> None:
     assert first is second
 
 
+def test_enum_member_in_two_variables_is_restored_in_both() -> None:
+    """The second variable does not keep the member that it has at the start of the script."""
+    tree = saved([Phase.TEST, Phase.TEST])
+
+    restored = VariableReader().value_of(tree, [Phase.TRAIN, Phase.TRAIN])
+
+    assert restored == [Phase.TEST, Phase.TEST]
+
+
 def test_random_generators_continue() -> None:
     """A generator that the script keeps draws the same numbers again."""
     generators = [
@@ -154,6 +163,10 @@ class Config(dict):  # type: ignore[type-arg] # as scripts do
     """A dict of the script with attributes."""
 
 
+class History(list):  # type: ignore[type-arg] # as scripts do
+    """A list of the script with attributes."""
+
+
 class Shuffled(torch.utils.data.Sampler[int]):
     """A sampler whose order depends on how often it was iterated."""
 
@@ -181,6 +194,17 @@ def test_class_derived_from_dict_keeps_its_entries() -> None:
 
     assert restored is config
     assert (dict(config), config.epoch) == ({"lr": 0.1}, 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [lambda: Config(lr=0.1), lambda: History([0.1])])
+def test_class_derived_from_a_container_stays_one_object(make: Any) -> None:
+    """Two variables that refer to such an object refer to it after the resume, not to its items."""
+    value = make()
+
+    first, second = VariableReader().value_of(saved([value, value]), [value, None])
+
+    assert first is value
+    assert second is value
 
 
 def test_sampler_of_the_script_continues() -> None:
