@@ -3,11 +3,14 @@
 A saved variable is a tree of plain values that a checkpoint can store. Numbers, strings and None
 stand for themselves. Anything else is a list that begins with its kind:
 
-``["list", id, items]``, and alike for tuple, set, frozenset, deque and dict
+``["list", id, items]``                 likewise ``"tuple"``, ``"set"`` and ``"frozenset"``
+``["deque", id, items, maxlen]``
+``["dict", id, entries, type]``         pairs of a key and a value; `type` is the name of a mapping
+                                        type, such as ``"Counter"``
 ``["object", id, class, attributes, items]``
                                         an instance of a class of the script; `items` is None unless
                                         the class is derived from dict or list
-``["enum", class, name]``              a member of an enumeration of the script
+``["enum", class, name]``               a member of an enumeration of the script
 ``["class", id, class, attributes]``    a class of the script, for its own attributes
 ``["tensor", id, tensor, requires_grad, device]``
 ``["array", id, array]``                a NumPy array

@@ -7,6 +7,7 @@ objects may refer to it too. See ``variable_kinds`` for what is saved.
 
 from __future__ import annotations
 
+import collections
 import importlib
 import random
 import zlib
@@ -51,6 +52,8 @@ _OWN_NAMES_OF_MODULES = frozenset(
 # An intermediate result of the script, such as the output of its model, is saved only up to this
 # size, because it takes no part in later steps.
 _MOST_BYTES_OF_RESULT = 1 << 20
+_MAPPINGS_BY_NAME: dict[str, Any] = {cls.__name__: cls for cls in MAPPINGS}
+# Stands for a variable, an item or an attribute that does not exist.
 _MISSING = object()
 
 
@@ -191,15 +194,16 @@ class VariableWriter:
         if type(value) in MAPPINGS:
             if not all(_is_key(key) for key in value):
                 return _omitted(value)
-            return [
-                "dict",
-                number,
-                [[_key(key), self.tree_of(item)] for key, item in value.items()],
-            ]
+            entries = [[_key(key), self.tree_of(item)] for key, item in value.items()]
+            return ["dict", number, entries, kind]
         if {type(item) for item in value} <= set(SCALARS):
-            # A long list of numbers, such as a history of losses, is saved at once.
-            return [kind, number, list(value)]
-        return [kind, number, [self.tree_of(item) for item in value]]
+            # A list of numbers, such as a history of losses, may be long. This is the fast way.
+            items = list(value)
+        else:
+            items = [self.tree_of(item) for item in value]
+        if has_type(value, collections.deque):
+            return [kind, number, items, value.maxlen]
+        return [kind, number, items]
 
     def _object(self, value: Any, number: int) -> Tree:
         # A class of the script may be derived from `dict` or `list`.
@@ -402,9 +406,9 @@ class VariableReader:
         return target
 
     def _deque(self, tree: Tree, live: Any) -> Any:
-        from collections import deque
-
-        target = live if type(live) is deque else deque()
+        target = live
+        if type(live) is not collections.deque:
+            target = collections.deque(maxlen=tree[3])
         self._objects[tree[1]] = target
         items = self._items(tree, live)
         target.clear()
@@ -433,7 +437,9 @@ class VariableReader:
         return items
 
     def _dict(self, tree: Tree, live: Any) -> Any:
-        target = live if type(live) in MAPPINGS else {}
+        target = live
+        if type(live) not in MAPPINGS:
+            target = _MAPPINGS_BY_NAME[tree[3]]()
         self._objects[tree[1]] = target
         entries = self._entries(tree, target)
         target.clear()

@@ -78,6 +78,19 @@ def test_values_are_restored(value: Any) -> None:
     assert VariableReader().value_of(saved(value), "something else") == value
 
 
+def test_containers_that_do_not_exist_yet_get_their_types() -> None:
+    """A deque does not grow beyond its limit after the resume, and a Counter counts new keys."""
+    recent = collections.deque([1, 2], maxlen=2)
+    counts = collections.Counter("aab")
+
+    restored_recent, restored_counts = VariableReader().value_of(saved([recent, counts]), None)
+    restored_recent.append(3)
+    restored_counts["c"] += 1
+
+    assert list(restored_recent) == [2, 3]
+    assert restored_counts == {"a": 2, "b": 1, "c": 1}
+
+
 def test_objects_are_restored_in_place() -> None:
     """Whoever refers to a list, a tensor or an object of the script sees the restored values."""
     meter = Meter()
