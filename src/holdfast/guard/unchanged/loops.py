@@ -22,30 +22,30 @@ StartIterator = Callable[[DataLoader[Any]], Iterator[Any]]
 class Loop:
     """A loop that has begun to iterate a loader.
 
-    It must not refer to the `LoopIterator`, since that is freed, and the end of the loop noticed,
-    only if nothing refers to it.
+    It must not refer to its `LoopIterator`. When the script leaves the loop, nothing else refers to
+    the iterator, so Python frees it, and this is how the end of the loop is noticed.
     """
 
     loader: DataLoader[Any]
     start: LoaderStart
-    # torch's iterator. None in a loop that has been recorded and is not run again.
+    # torch's iterator. None in a finished loop that is not run again.
     batches: Iterator[Any] | None
-    # The file and line in which the script has requested the iterator.
+    # The file and line in which the script called ``iter`` or began the ``for`` statement.
     created_at: str
     # The statement that requests the batches. None before the first request.
     place: LoopPlace | None = None
     # The targets of the enclosing ``for`` statements when the loop began.
     enclosing: dict[str, Any] = field(default_factory=dict)
     # The number of batches that the script has received.
-    handed_out: int = 0
-    # The batch that the script has received last.
+    batch_count: int = 0
+    # The last batch that the script has received.
     last_batch: Any = None
     # The random state before that batch was fetched.
     before_last: RandomState | None = None
     # Whether an optimizer has stepped in this loop.
     has_steps: bool = False
-    # The counters of the `enumerate` objects around the iterator. None if the loop cannot resume
-    # in its middle, or if that is not known yet.
+    # The counters of the `enumerate` objects around the iterator. None if the loop cannot be
+    # resumed in its middle, or if the counters have not been searched yet.
     counters: list[Counter] | None = None
     has_searched_counters: bool = False
     # Whether the loader has raised an error.
@@ -54,21 +54,21 @@ class Loop:
 
 
 class LoopWatcher(Protocol):
-    """What a `LoopIterator` tells about its loop."""
+    """Provides the batches of a `LoopIterator`, and is informed when the iterator is dropped."""
 
     def next_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> Any:
         """Return the next batch of a loop, or raise StopIteration."""
 
     def note_dropped(self, loop: Loop, frame: FrameType | None) -> None:
-        """Record that the script has left a loop."""
+        """Record that the script has dropped the iterator before it was exhausted."""
 
 
 class LoopIterator:
-    """The iterator that the script gets from a ``DataLoader``, in place of torch's own one.
+    """The iterator that the script gets from a ``DataLoader``, instead of torch's own.
 
     Args:
-        watcher: Records what happens in the loop.
-        loop: The loop.
+        watcher: Provides the batches.
+        loop: The loop that this iterator belongs to.
     """
 
     def __init__(self, watcher: LoopWatcher, loop: Loop) -> None:
@@ -85,8 +85,8 @@ class LoopIterator:
         return len(self._loop.loader)
 
     def __getattr__(self, name: str) -> Any:
-        # A script may use other attributes of torch's iterator. Names with two underscores are
-        # looked up by `copy` and others before `_loop` exists.
+        # A script may use other attributes of torch's iterator. `copy` and `pickle` look up special
+        # methods before `_loop` exists, which would call this method again without end.
         if name.startswith("__") or name in ("_loop", "_watcher"):
             raise AttributeError(name)
         return getattr(self._loop.batches, name)
@@ -94,5 +94,5 @@ class LoopIterator:
     def __del__(self) -> None:
         loop = self.__dict__.get("_loop")
         if loop is not None and not loop.is_finished:
-            # At the end of the process, no frame may be left.
+            # The frame is None if Python frees the iterator while it shuts down.
             self._watcher.note_dropped(loop, sys._getframe().f_back)

@@ -115,7 +115,7 @@ class Replay:
                     f"the loader of the loop at {current.place} has only {number - 1} batches, of"
                     f" which {current.batches} were trained"
                 ) from None
-        loop.handed_out = current.batches
+        loop.batch_count = current.batches
         loop.before_last = current.before_last
 
     def restore_variables(self, frame: FrameType) -> None:

@@ -6,9 +6,10 @@ import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -53,6 +54,23 @@ from holdfast.loader.foreign.torch_workers import has_workers, keeps_workers
 from holdfast.loader.random_state import capture
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A place at which the script can be saved.
+
+    An instance must not be kept after the script has passed it. Its frame refers to the iterators
+    of the loops, and each must be freed when the script leaves its loop.
+    """
+
+    # The innermost frame of the script.
+    frame: FrameType
+    # The loop in whose middle the boundary is. None between two loops.
+    loop: Loop | None
+    # The `enumerate` objects around the loop that is running, or that has just ended inside a
+    # generator of the script. None if the script cannot be resumed from here.
+    counters: list[Counter] | None
+
+
 class Script:
     """The training script of this process.
 
@@ -82,10 +100,11 @@ class Script:
         # Brings the script to the place where its checkpoint was saved. None before the first loop,
         # in a run without a checkpoint, and once the script has arrived there.
         self._replay: Replay | None = None
+        # Whether a checkpoint has been searched for.
         self._is_loaded = False
         self._guard: ScriptGuard | None = None
         self._objects: TrainedObjects | None = None
-        self._held: frozenset[int] = frozenset()
+        self._guarded_ids: frozenset[int] = frozenset()
         self._large_data = LargeData()
         self._log: BoundaryLog | None = None
         self._weights = GapWeights(run_dir, self._give_up)
@@ -93,12 +112,8 @@ class Script:
         self._unsaveable: str | None = None
         # Whether an optimizer has stepped since the last boundary.
         self._has_stepped = False
-        # The innermost frame of the script at the boundary that is being saved.
-        self._boundary_frame: FrameType | None = None
-        # The loop to whose middle that boundary belongs. None between two loops.
-        self._boundary_loop: Loop | None = None
-        # The `enumerate` objects around that loop.
-        self._boundary_counters: list[Counter] | None = None
+        # The boundary that the script is passing. `state_dict` saves the state at this place.
+        self._boundary: Boundary | None = None
         # Whether an event has reported that a loop is not saved in its middle.
         self._saves_only_between_loops = False
         # False once the script has ended, or watching has failed.
@@ -119,10 +134,11 @@ class Script:
             self._load_once()
             start = self._start_of(loader)
         except HoldfastError as error:
-            self._end(error)
+            self._end_process(error)
         if not self._is_active:
             return self._start_iterator(loader)
-        # A loop that has been recorded does not need torch's iterator.
+        # The replay decides at the first request for a batch whether the loop needs torch's
+        # iterator.
         is_replayed = self._replay is not None and not self._loops
         loop = Loop(
             loader=loader,
@@ -134,23 +150,26 @@ class Script:
         return LoopIterator(self, loop)
 
     def _is_watched_here(self) -> bool:
+        """Return whether the script is watched in this thread. Workers and other threads are not."""
         is_own_thread = get_ident() == self._thread and os.getpid() == self._process
         return self._is_active and is_own_thread
 
     def _load_once(self) -> None:
-        if not self._is_loaded:
-            self._is_loaded = True
-            saved = load_saved_script(self._run_dir)
-            if saved is not None:
-                # Other processes of the command are not resumed, such as one that evaluates.
-                self._is_active = saved.argv == sys.orig_argv
-                self._replay = Replay(saved, self._start_iterator, self._weights)
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        saved = load_saved_script(self._run_dir)
+        if saved is not None:
+            # The command may start other processes, for example one that evaluates. Only the one
+            # that was saved is resumed.
+            self._is_active = saved.argv == sys.orig_argv
+            self._replay = Replay(saved, self._start_iterator, self._weights)
 
     def _start_of(self, loader: DataLoader[Any]) -> LoaderStart:
         return LoaderStart(
             random_state=capture(self._devices()),
             generators=states_of_sources(loader),
-            samplers=VariableWriter(self._held, self._large_data).trees_of_samplers(loader),
+            samplers=VariableWriter(self._guarded_ids, self._large_data).trees_of_samplers(loader),
             had_workers=has_workers(loader) if keeps_workers(loader) else None,
         )
 
@@ -173,11 +192,12 @@ class Script:
         if is_outermost and self._is_active:
             try:
                 self._before_batch(loop, iterator, frame)
+            except StopIteration:
+                # A finished loop ends at once.
+                raise
             except HoldfastError as error:
-                self._end(error)
-            except Exception as error:
-                if isinstance(error, StopIteration):
-                    raise
+                self._end_process(error)
+            except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
                 self._give_up(error)
             loop.before_last = capture(self._devices())
         elif loop.place is None:
@@ -191,7 +211,7 @@ class Script:
         except BaseException:
             loop.has_failed = True
             raise
-        loop.handed_out += 1
+        loop.batch_count += 1
         loop.last_batch = batch
         return batch
 
@@ -199,7 +219,7 @@ class Script:
         """Handle the request for a batch of the outermost loop."""
         if loop.place is not None:
             if self._guard is not None:
-                self._pass_boundary(loop, iterator, frame)
+                self._pass_boundary_in(loop, iterator, frame)
             return
         loop.place = find_place(frame)
         frames = frames_of_script(frame)
@@ -209,7 +229,8 @@ class Script:
         elif self._objects is not None:
             self._weights.stop()
             if loop.place.problem is not None:
-                # This loop will be run again after a resume, and needs the current weights.
+                # A loop without a `for` statement is run again after a resume. It needs the weights
+                # that the models have now.
                 self._weights.save(len(self._finished), self._objects.models)
 
     def _note_exhausted(self, loop: Loop, frame: FrameType) -> None:
@@ -217,18 +238,18 @@ class Script:
         try:
             self._finish(loop, frame, is_exhausted=True)
         except HoldfastError as error:
-            self._end(error)
+            self._end_process(error)
         except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self._give_up(error)
 
     def note_dropped(self, loop: Loop, frame: FrameType | None) -> None:
-        """Record that the script has left a loop before its end, or has dropped its iterator."""
+        """Record that the script has dropped the iterator of a loop before it was exhausted."""
         if not self._is_watched_here():
             return
         try:
             self._finish(loop, frame, is_exhausted=False)
         except HoldfastError as error:
-            self._end(error)
+            self._end_process(error)
         except Exception as error:  # noqa: BLE001 - Python ignores errors in `__del__`
             self._give_up(error)
 
@@ -238,8 +259,8 @@ class Script:
         is_outermost = self._loops[:1] == [loop]
         self._loops = [other for other in self._loops if other is not loop]
         if not is_outermost or loop.place is None:
-            # The work of an inner loop belongs to the body of the outer one. A loop that has never
-            # requested a batch has done nothing.
+            # An inner loop is part of the outer loop's body, and a loop that has never requested a
+            # batch has changed nothing. Neither is recorded.
             return
         if self._replay is not None:
             self._replay.note_finished()
@@ -250,7 +271,7 @@ class Script:
         frames = frames_of_script(frame)
         variables = None
         if is_resumable:
-            writer = VariableWriter(self._held, self._large_data, only_small=True)
+            writer = VariableWriter(self._guarded_ids, self._large_data, only_small=True)
             variables = writer.write(frames)
         elif loop.has_steps:
             self._stop_saving(
@@ -268,10 +289,13 @@ class Script:
         if self._objects is not None and loop.has_steps:
             self._weights.watch(len(self._finished), self._objects.models)
         if is_resumable and self._guard is not None and frame is not None:
-            # If a generator passes the batches on, the loop of the script continues.
-            self._boundary_counters = loop.counters if is_in_generator(frame) else []
-            may_save = self._has_stepped and self._boundary_counters is not None
-            self._save_if_due(None, frame, may_save=may_save, may_exit=is_exhausted)
+            # If a generator passes the batches on, the script's own loop over it continues.
+            counters = loop.counters if is_in_generator(frame) else []
+            self._pass_boundary(
+                Boundary(frame=frame, loop=None, counters=counters),
+                may_save=self._has_stepped and counters is not None,
+                may_exit=is_exhausted,
+            )
 
     def _ends_like_its_for_statement(
         self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool
@@ -295,7 +319,7 @@ class Script:
 
         Args:
             optimizer: The optimizer that is about to step.
-            frame: The frame that has called the hook.
+            frame: The frame in which torch calls the hook.
         """
         if not self._is_watched_here():
             return
@@ -303,7 +327,7 @@ class Script:
             if self._guard is None:
                 self._begin_saving(optimizer, frame)
             assert self._guard is not None
-            if any(optimizer is known for known in self._guard.optimizers.values()):
+            if any(optimizer is guarded for guarded in self._guard.optimizers.values()):
                 self._guard.before_step(optimizer)
             else:
                 self._stop_saving(
@@ -313,7 +337,7 @@ class Script:
             if not self._loops:
                 self._stop_saving("the script steps an optimizer outside of its loops over loaders")
         except HoldfastError as error:
-            self._end(error)
+            self._end_process(error)
         for loop in self._loops:
             loop.has_steps = True
         self._has_stepped = True
@@ -360,17 +384,18 @@ class Script:
         )
         self._guard = guard
         self._objects = objects
-        self._held = guard.held_objects
+        self._guarded_ids = guard.guarded_ids
         self._log = BoundaryLog(self._run_dir, resume_step)
+        # Whatever is large and does not change from here on need not be saved.
         self._large_data.is_recording = True
-        VariableWriter(self._held, self._large_data).write(frames)
+        VariableWriter(self._guarded_ids, self._large_data).write(frames)
         self._large_data.is_recording = False
         return guard
 
     # --- boundaries
 
-    def _pass_boundary(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
-        """Record and compare a boundary in the middle of a loop, and save if a save is due."""
+    def _pass_boundary_in(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
+        """Pass the boundary in the middle of a loop, before its next batch."""
         assert self._guard is not None
         may_save = False
         if self._has_stepped and len(self._loops) == 1 and self._guard.needs_boundary():
@@ -378,8 +403,8 @@ class Script:
             if not loop.has_searched_counters:
                 self._search_counters(loop, iterator, frame)
             may_save = loop.counters is not None
-        self._boundary_counters = loop.counters
-        self._save_if_due(loop, frame, may_save=may_save)
+        boundary = Boundary(frame=frame, loop=loop, counters=loop.counters)
+        self._pass_boundary(boundary, may_save=may_save)
 
     def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Find out whether a loop can be resumed in its middle."""
@@ -398,45 +423,37 @@ class Script:
                 run_events.SavePostponed(why=f"{why}, so it is saved only when the loop has ended")
             )
 
-    def _save_if_due(
-        self,
-        loop: Loop | None,
-        frame: FrameType,
-        *,
-        may_save: bool,
-        may_exit: bool = True,
-    ) -> None:
-        """Compare the boundary with that of an earlier attempt, and save if a save is due.
+    def _pass_boundary(self, boundary: Boundary, *, may_save: bool, may_exit: bool = True) -> None:
+        """Compare a boundary with that of the earlier attempt, and save if a save is due.
 
         Args:
-            loop: The loop in whose middle the boundary is. None between two loops.
-            frame: The innermost frame of the script.
+            boundary: The boundary.
             may_save: Whether the script can be resumed from this boundary.
             may_exit: Whether the process may exit here.
         """
         assert self._guard is not None
         if self._has_stepped:
             self._has_stepped = False
-            self._compare(self._guard, frame, None if loop is None else loop.last_batch)
-        self._boundary_frame = frame
-        self._boundary_loop = loop
+            self._compare(self._guard, boundary)
+        self._boundary = boundary
         try:
             self._guard.pass_boundary(
                 may_save=may_save and self._unsaveable is None, may_exit=may_exit
             )
         finally:
-            # A frame refers to the iterators of its loops, which must be freed when a loop ends.
-            self._boundary_frame = None
-            self._boundary_loop = None
-            self._boundary_counters = None
+            self._boundary = None
 
-    def _compare(self, guard: ScriptGuard, frame: FrameType, batch: Any) -> None:
+    def _compare(self, guard: ScriptGuard, boundary: Boundary) -> None:
+        """Record a boundary, and check that it is equal to that of the earlier attempt."""
         if self._log is None:
             return
-        boundary = describe_boundary(
-            batch, capture(guard.devices), guard.optimizers, _loop_variables(frame)
+        description = describe_boundary(
+            None if boundary.loop is None else boundary.loop.last_batch,
+            capture(guard.devices),
+            guard.optimizers,
+            _loop_variables(boundary.frame),
         )
-        difference = self._log.note(guard.global_step, boundary)
+        difference = self._log.note(guard.global_step, description)
         failed = guard.failed_repetition
         if failed is not None:
             difference = str(failed)
@@ -445,31 +462,32 @@ class Script:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the script at the boundary that is being saved."""
-        frame = self._boundary_frame
-        if frame is None:
+        boundary = self._boundary
+        if boundary is None:
             # The guard asks for the state when it is created, but saves nothing then.
             return {}
-        loop = self._boundary_loop
+        loop = boundary.loop
         current = None
-        assigned: frozenset[str] = frozenset()
-        frames = frames_of_script(frame)
+        # The targets of the loop still refer to the last batch, and are about to get the next one.
+        targets: frozenset[str] = frozenset()
+        frames = frames_of_script(boundary.frame)
         if loop is not None and loop.place is not None:
             current = CurrentLoop(
                 place=loop.place.name,
                 function=loop.place.function,
                 enclosing=loop.enclosing,
                 start=loop.start,
-                batches=loop.handed_out,
+                batches=loop.batch_count,
                 before_last=loop.before_last,
             )
             if frames and frames[0].f_code is loop.place.code:
-                assigned = targets_of_loop(loop.place.code, loop.place.offset)
+                targets = targets_of_loop(loop.place.code, loop.place.offset)
         saved = SavedScript(
             argv=sys.orig_argv,
             finished=list(self._finished),
             current=current,
-            counters=[counter.value for counter in self._boundary_counters or []],
-            variables=VariableWriter(self._held, self._large_data).write(frames, assigned),
+            counters=[counter.value for counter in boundary.counters or []],
+            variables=VariableWriter(self._guarded_ids, self._large_data).write(frames, targets),
             random_state=capture(self._devices()),
         )
         return saved.to_tree()
@@ -490,7 +508,7 @@ class Script:
         """
         if not replay.enter(loop, iterator, frame):
             if len(replay.finished) == len(replay.saved.finished):
-                # The loop continues in its middle.
+                # This is the loop in whose middle the checkpoint was saved.
                 self._resume(replay, frame)
             return
         loop.is_finished = True
@@ -510,7 +528,8 @@ class Script:
         )
         replay.restore_variables(frame)
         for optimizer in guard.optimizers.values():
-            # Otherwise torch would warn that the scheduler steps before the optimizer.
+            # Otherwise torch would warn at the next scheduler step that no optimizer step came
+            # first, because the steps were made in the earlier attempt.
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     # --- the end
@@ -527,7 +546,7 @@ class Script:
         self.end_silence()
         self._weights.stop()
         if self._replay is not None and error is None:
-            self._end(
+            self._end_process(
                 resume_differs("it has ended before the loops in which its earlier attempt trained")
             )
         if self._guard is not None:
@@ -535,7 +554,7 @@ class Script:
             self._guard.end(error)
 
     def _report_proof(self) -> None:
-        """Record that a resume was not proven, if too few steps were repeated to be compared."""
+        """Record that a resume was not proven if too few steps were repeated."""
         assert self._guard is not None
         if self._guard.resumed_from is None or self._log is None:
             return
@@ -543,12 +562,16 @@ class Script:
             self._guard.emit(run_events.ResumeNotProven(steps=self._log.equal_boundaries))
 
     def end_silence(self) -> None:
-        """Let output through again, because an error is about to be printed."""
+        """Stop discarding the script's output, for example because an error will be printed."""
         if self._replay is not None:
             self._replay.end_silence()
 
     def _stop_saving(self, why: str) -> None:
-        """Record that no further boundary can be saved."""
+        """Save nothing from now on, and record the reason once.
+
+        Args:
+            why: The reason, as a clause.
+        """
         if self._unsaveable is None and self._guard is not None:
             self._unsaveable = why
             self._guard.emit(
@@ -556,17 +579,23 @@ class Script:
             )
 
     def _give_up(self, error: BaseException) -> None:
-        """Handle an unexpected error of holdfast, which must not end a script that trains."""
-        self._note_error(error)
-        if self._replay is not None:
-            self._end(resume_differs(f"holdfast has failed with {type(error).__name__}: {error}"))
-        self._stop_saving(f"holdfast has failed with {type(error).__name__}: {error}")
+        """Handle an unexpected error of holdfast.
 
-    def _end(self, error: HoldfastError) -> Any:
+        A script that trains continues without being saved. A script that is being resumed cannot
+        continue, because its state is incomplete.
+        """
+        self._note_error(error)
+        why = f"holdfast has failed with {type(error).__name__}: {error}"
+        if self._replay is not None:
+            self._end_process(resume_differs(why))
+        self._stop_saving(why)
+
+    def _end_process(self, error: HoldfastError) -> NoReturn:
         self.end_silence()
         end_process(error, self._emit)
 
 
 def _loop_variables(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of the innermost function of the script."""
     frames = frames_of_script(frame)
     return frames[0].f_locals if frames else {}

@@ -1,4 +1,4 @@
-"""`ScriptGuard`: the guard of an unchanged script, which takes its own steps."""
+"""`ScriptGuard`: the guard of an unchanged script, which calls ``optimizer.step()`` itself."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from holdfast.guard.unchanged.saved_script import LEAST_REPEATED_STEPS
 
 
 class _NoRecovery(Recovery):
-    """Does not undo steps, because an unchanged script must not notice that it is guarded."""
+    """Undoes no steps, because the training of an unchanged script must not be altered."""
 
     def after_refused_save(self, why: str) -> None:
-        """Do nothing. An event has reported that the state has NaN or Inf and was not saved."""
+        """Do nothing. An event has already reported that the state contains NaN or Inf."""
 
 
 class ScriptGuard(Guard):
-    """A guard whose steps and boundaries are reported by the watcher of an unchanged script.
+    """A guard to which `Script` reports the steps and boundaries of an unchanged script.
 
     Args:
         run_dir: The run directory.
@@ -49,12 +49,10 @@ class ScriptGuard(Guard):
         resume_step: int | None,
     ) -> None:
         self._resume_step = resume_step
-        # The number of steps until the process ends after a stop request. None without a request.
-        self._steps_until_stop: int | None = None
-        # The global step at the last boundary since then.
-        self._last_step = 0
+        # The global step after which the process exits. None while no stop is requested.
+        self._exit_step: int | None = None
         super().__init__(run_dir, model=models, optimizer=optimizers, state=state)
-        # The watcher of the script restores the position in the data.
+        # `Script` restores the position in the data, so the guard must not warn that it is unknown.
         self._position_known = True
         if self.resumed_from is not None:
             device_type = self._parts.device_type()
@@ -68,7 +66,8 @@ class ScriptGuard(Guard):
         return _NoRecovery(self._session)
 
     def _resume(self) -> Path | None:
-        # The script may have stepped its schedulers already, while its loops were not run again.
+        # The code between the finished loops has run again, so the script may already have changed
+        # settings such as the learning rate. A comparison with the checkpoint would report them.
         return self._session.restoration.resume(self._resume_step, reports_settings=False)
 
     @property
@@ -82,25 +81,25 @@ class ScriptGuard(Guard):
         return self._parts.optimizers
 
     @property
-    def held_objects(self) -> frozenset[int]:
+    def guarded_ids(self) -> frozenset[int]:
         """Return the `id` of each object whose state this guard saves itself."""
-        held = {id(optimizer) for optimizer in self._parts.optimizers.values()}
+        ids = {id(optimizer) for optimizer in self._parts.optimizers.values()}
         for model in self._parts.models.values():
-            held.update(map(id, model.modules()))
-            held.update(map(id, model.parameters()))
-            held.update(map(id, model.buffers()))
-        return frozenset(held)
+            ids.update(map(id, model.modules()))
+            ids.update(map(id, model.parameters()))
+            ids.update(map(id, model.buffers()))
+        return frozenset(ids)
 
     @property
     def failed_repetition(self) -> run_events.RepeatedStepDiffers | None:
-        """Return the event about a repeated step that differs, or None."""
+        """Return the event for the repeated step that differs, or None if there is none."""
         return self._record.failed_repetition
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Begin to count a step of the script.
 
         Raises:
-            BatchError: H212 if the step changes guarded parameters, but cannot be counted.
+            BatchError: H212 if the step would change guarded parameters, but cannot be counted.
         """
         self._own_steps.before_step(optimizer)
 
@@ -122,36 +121,31 @@ class ScriptGuard(Guard):
                 exceptions, must not.
 
         Raises:
-            SystemExit: A few steps after the save for a signal or for ``Policy.max_time``.
+            SystemExit: `LEAST_REPEATED_STEPS` steps after a signal or ``Policy.max_time`` has
+                requested a stop.
         """
         self._own_steps.end_batch()
-        if self._steps_until_stop is not None and may_exit:
-            self._approach_stop(self._steps_until_stop)
-        elif self._steps_until_stop is None and may_save:
-            self._boundaries.boundary_outside()
-            if self._stop.ends_process:
-                self._begin_stop()
+        if self._exit_step is None:
+            if may_save:
+                self._boundaries.boundary_outside()
+                if self._stop.ends_process:
+                    self._begin_stop()
+        elif may_exit and self.global_step >= self._exit_step:
+            self._own_steps.flush()
+            self._release_and_exit()
         self._own_steps.begin_batch()
 
     def _begin_stop(self) -> None:
         """Save because of a stop request, and let the script take a few more steps.
 
-        A resume repeats these steps, so that it can be proven to be exact. If the process is killed
-        before it has taken them, nothing is lost but this proof.
+        The resumed script repeats these steps, which proves that the resume is exact. If the
+        process is killed before it has taken them, only this proof is lost.
         """
         self._own_steps.flush()
         self._record_stop()
         self._session.save_unsaved(self._open)
         self._session.save()
-        self._last_step = self.global_step
-        self._steps_until_stop = LEAST_REPEATED_STEPS
-
-    def _approach_stop(self, steps: int) -> None:
-        self._steps_until_stop = steps - (self.global_step - self._last_step)
-        self._last_step = self.global_step
-        if self._steps_until_stop <= 0:
-            self._own_steps.flush()
-            self._release_and_exit()
+        self._exit_step = self.global_step + LEAST_REPEATED_STEPS
 
     def end(self, error: BaseException | None) -> None:
         """Close the run without saving, because the script has ended.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Folders of these names contain installed packages, wherever they are.
+# Folders with these names contain installed packages, wherever they are.
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 # Since Python 3.13, an assignment to ``frame.f_locals`` changes the variable itself (PEP 667).
 _LOCALS_ARE_WRITTEN_THROUGH = sys.version_info >= (3, 13)
@@ -28,7 +28,7 @@ def _library_folders() -> tuple[str, ...]:
     folders.update(site.getsitepackages())
     folders.add(site.getusersitepackages())
     folders.add(str(Path(torch.__file__).parent))
-    # This is the folder of the package ``holdfast``.
+    # holdfast's own package, which may be installed in editable mode.
     folders.add(str(Path(__file__).parents[2]))
     folders.update(entry for entry in sys.path if _has_installed_packages(entry))
     return tuple(os.path.realpath(folder) + os.sep for folder in folders)
@@ -64,7 +64,7 @@ def is_script_module(module: object) -> bool:
 
 @cache
 def _is_module_file(filename: str) -> bool:
-    # Some modules of torch have a file name that is not the path of a file.
+    # The `__file__` of some torch modules, such as `torch.ops`, is not the path of a file.
     return is_script_file(filename) and Path(filename).is_file()
 
 
@@ -101,13 +101,13 @@ def write_locals(frame: FrameType, values: Mapping[str, Any]) -> None:
 
     Args:
         frame: The frame of the function.
-        values: The new values by name. Names that the function does not have are ignored.
+        values: The new values by name. Names that are not variables of the function are ignored.
     """
-    # Up to Python 3.12, `f_locals` of a function is a copy that each access refreshes. It must be
-    # read only once here.
+    # Up to Python 3.12, `f_locals` of a function is a copy, and each access overwrites it with the
+    # actual values. So it must be read only once here.
     variables = frame.f_locals
     variables.update(values)
     if variables is frame.f_globals or _LOCALS_ARE_WRITTEN_THROUGH:
         return
-    # Debuggers use this function too, to change a variable.
+    # Copy the values back into the function. Debuggers change variables in the same way.
     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

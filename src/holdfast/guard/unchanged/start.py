@@ -1,4 +1,4 @@
-"""Begin to watch the script of this process, when the observer of `holdfast run` calls `start`."""
+"""Begin to watch the script of this process. The observer of `holdfast run` calls `start`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def start(
 
         watched = Script(run_path / GUARD_FOLDER, start_iterator, emit, note_error)
         _watch_errors(watched)
-        # The guard's own exit handler reports unsaved steps. It was registered when its modules
-        # were imported, so it runs after this one.
+        # The guard has an exit handler of its own, which reports unsaved steps. Python runs exit
+        # handlers in reverse order, and that one was registered by the import above. So the run is
+        # already closed when it runs.
         atexit.register(_end, watched)
         return watched
 
@@ -70,7 +71,7 @@ def start(
 
 
 def _watch_errors(script: Script) -> None:
-    """Print the traceback of an error even if it is raised while finished loops are skipped."""
+    """Ensure that a traceback is printed, even if the error occurs while output is discarded."""
     previous = sys.excepthook
 
     @wraps(previous)
@@ -84,5 +85,7 @@ def _watch_errors(script: Script) -> None:
 
 
 def _end(script: Script) -> None:
+    # Python sets these variables when it prints the traceback of an error that ends the process.
+    # `last_exc` exists since Python 3.12.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     script.end(error if isinstance(error, BaseException) else None)

@@ -1,4 +1,4 @@
-"""Check at the first optimizer step that a script can be resumed exactly."""
+"""Check at the first optimizer step whether a script can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from holdfast.guard.unchanged.loops import Loop
 from holdfast.guard.unchanged.refusal import cannot_be_saved
 from holdfast.loader.foreign.promises import resume_promise
 
+# A fix that every script can apply, as the end of an error message.
 _USE_GUARD = "use a Guard in the script."
 
 
@@ -30,37 +31,33 @@ def check_loops(loops: list[Loop]) -> LoopPlace:
     for loop in loops:
         if loop.place is None:
             raise cannot_be_saved(
-                f"the iterator created at {loop.created_at} has not been used yet, and has a"
-                " position that no checkpoint would hold",
+                f"the iterator created at {loop.created_at} has not been used yet, and no"
+                " checkpoint would hold its position",
                 "create the iterator in the `for` statement.",
             )
         if loop.place.problem is not None:
             raise cannot_be_saved(
                 f"the loop at {loop.place.name} {loop.place.problem}", loop.place.fix
             )
-        is_beside = loop is not outermost and outermost.place is not None
-        if is_beside and _is_same_statement(loop.place, outermost.place):
+        if loop is not outermost and _is_same_statement(loop.place, outermost.place):
+            # For example, a `for` statement that iterates `zip(loader, other_loader)`.
             raise cannot_be_saved(
                 f"the loop at {loop.place.name} takes batches from several loaders",
                 f"iterate one loader, or {_USE_GUARD}",
             )
+    assert outermost.place is not None
     promise = resume_promise(outermost.loader)
     if promise.startswith("none"):
         raise cannot_be_saved(
-            f"the loader of the loop at {_name(outermost)} cannot return to a position:"
+            f"the loader of the loop at {outermost.place.name} cannot return to a position:"
             f" {promise.removeprefix('none, ')}",
             _USE_GUARD,
         )
-    assert outermost.place is not None
     return outermost.place
 
 
 def _is_same_statement(place: LoopPlace, other: LoopPlace | None) -> bool:
     return other is not None and (place.code, place.offset) == (other.code, other.offset)
-
-
-def _name(loop: Loop) -> str:
-    return loop.created_at if loop.place is None else loop.place.name
 
 
 def check_process() -> None:

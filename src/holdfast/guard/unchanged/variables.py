@@ -121,19 +121,19 @@ class VariableWriter:
     """Turns the variables of the script into a tree for a checkpoint.
 
     Args:
-        held: The `id` of each module, parameter and buffer that the guard saves.
+        guarded_ids: The `id` of each optimizer, module, parameter and buffer that the guard saves.
         large_data: Recognizes data that need not be saved.
         only_small: Whether to leave out all large tensors and arrays.
     """
 
     def __init__(
         self,
-        held: frozenset[int],
+        guarded_ids: frozenset[int],
         large_data: LargeData,
         *,
         only_small: bool = False,
     ) -> None:
-        self._held = held
+        self._guarded_ids = guarded_ids
         self._large_data = large_data
         self._only_small = only_small
         # A number for each object that may occur more than once, by its `id`.
@@ -179,7 +179,7 @@ class VariableWriter:
         if kind == "enum":
             # A member exists only once, so it needs no number by which other variables refer to it.
             return ["enum", class_name(type(value)), value.name]
-        if kind == "omitted" or id(value) in self._held:
+        if kind == "omitted" or id(value) in self._guarded_ids:
             return self._module(value) if kind == "module" else _omitted(value)
         if id(value) in self._numbers:
             return ["same", self._numbers[id(value)]]
@@ -263,17 +263,17 @@ class VariableWriter:
             for name, module in value.named_modules()
         }
         state = None
-        if not _holds_all(self._held, value) and not self._only_small:
+        if not _saves_all(self._guarded_ids, value) and not self._only_small:
             state = copied(dict(value.state_dict()))
             if not can_be_stored(state):
                 state = None
         return ["module", attributes, state]
 
 
-def _holds_all(held: frozenset[int], module: nn.Module) -> bool:
+def _saves_all(guarded_ids: frozenset[int], module: nn.Module) -> bool:
     """Return whether the guard saves all parameters and buffers of a module."""
     tensors = [*module.parameters(), *module.buffers()]
-    return all(id(tensor) in held for tensor in tensors)
+    return all(id(tensor) in guarded_ids for tensor in tensors)
 
 
 def _limit_of(value: torch.Tensor) -> float:
