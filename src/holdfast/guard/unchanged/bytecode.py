@@ -15,9 +15,11 @@ from types import CodeType, FrameType
 _FOR_ITER = dis.opmap["FOR_ITER"]
 # The instruction of ``yield from`` that requests the next value.
 _SEND = dis.opmap["SEND"]
-# The instruction after END_FOR that drops the iterator.
-_DROPS_AFTER_END_FOR = ("POP_TOP", "POP_ITER") if sys.version_info >= (3, 13) else ()
-# Instructions that do nothing by themselves.
+# The instruction after END_FOR that removes the iterator from the stack. Python 3.12 has none.
+_DROPS_AFTER_END_FOR: tuple[str, ...] = ()
+if sys.version_info >= (3, 13):
+    _DROPS_AFTER_END_FOR = ("POP_TOP", "POP_ITER")
+# Instructions without an effect of their own.
 _NO_OPERATION = frozenset({"NOP", "CACHE", "EXTENDED_ARG", "PRECALL"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
 _RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
@@ -35,7 +37,7 @@ _MOST_COMPARED = 30
 
 
 class _Code:
-    """The instructions of a code object by their offset in bytes."""
+    """The instructions of a code object. `at` contains them by their offset in bytes."""
 
     def __init__(self, code: CodeType) -> None:
         instructions = list(dis.get_instructions(code))
@@ -44,11 +46,14 @@ class _Code:
         self._next = dict(itertools.pairwise(offsets))
 
     def after(self, offset: int) -> int | None:
-        """Return the offset of the instruction that follows another one, or None at the end."""
+        """Return the offset of the instruction after the one at `offset`, or None at the end."""
         return self._next.get(offset)
 
     def settle(self, offset: int | None) -> int | None:
-        """Follow jumps, and return the offset of the next instruction that does something."""
+        """Return the offset of the first instruction with an effect that is reached from `offset`.
+
+        Unconditional jumps are followed. In a loop of jumps, the result is any offset in it.
+        """
         visited: set[int] = set()
         while offset is not None and offset in self.at and offset not in visited:
             visited.add(offset)
@@ -86,7 +91,9 @@ def is_comprehension(code: CodeType, offset: int) -> bool:
     """
     if code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
         return True
-    # Since Python 3.12, comprehensions are compiled into the function that contains them.
+    # Since Python 3.12, comprehensions are compiled into the function that contains them. One is
+    # recognized by an instruction that adds to its container. Those in the body of an inner loop
+    # are skipped, because they belong to that loop.
     instructions = _instructions(code)
     end = int(instructions.at[offset].argval)
     inner_end = offset
@@ -132,7 +139,12 @@ def targets_of_loop(code: CodeType, offset: int) -> frozenset[str]:
 
 
 def targets_of_enclosing_loops(code: CodeType, offset: int) -> frozenset[str]:
-    """Return the targets of all ``for`` statements that are running at an offset."""
+    """Return the targets of all ``for`` statements that are running at an offset of a function.
+
+    Args:
+        code: The code of the function.
+        offset: The offset of the current instruction.
+    """
     names: set[str] = set()
     for position, instruction in _instructions(code).at.items():
         if instruction.opname == "FOR_ITER" and position < offset < int(instruction.argval):
@@ -141,16 +153,16 @@ def targets_of_enclosing_loops(code: CodeType, offset: int) -> frozenset[str]:
 
 
 def leaves_like_an_exhausted_loop(code: CodeType, loop_offset: int, current_offset: int) -> bool:
-    """Return whether a loop is left to where it continues when its iterator is exhausted.
+    """Return whether the code after a loop is the code that follows when its iterator is exhausted.
 
-    This is the case for a plain ``break``, and if a wrapper such as ``itertools.islice`` ends. It
-    is not if the loop is left by ``return`` with a value or by an exception, or if it has an
-    ``else`` clause.
+    This is the case after a plain ``break``, and when a wrapper such as ``itertools.islice`` ends.
+    It is not the case if the script leaves the loop by ``return`` with a value or by an exception,
+    or by a ``break`` that skips the ``else`` clause of the loop.
 
     Args:
         code: The code of the frame.
         loop_offset: The offset of the loop's ``FOR_ITER`` instruction.
-        current_offset: The offset of the instruction that has dropped the iterator.
+        current_offset: The offset of the instruction that has freed the iterator.
     """
     if current_offset == loop_offset:
         return True
@@ -162,7 +174,7 @@ def leaves_like_an_exhausted_loop(code: CodeType, loop_offset: int, current_offs
 
 
 def _after_exhaustion(instructions: _Code, loop_offset: int) -> int | None:
-    """Return where a loop continues after its iterator was exhausted."""
+    """Return the offset at which the code continues after the iterator of a loop is exhausted."""
     offset: int | None = int(instructions.at[loop_offset].argval)
     # Python 3.12 ends a loop with END_FOR, 3.13 with END_FOR and POP_TOP, 3.14 with END_FOR and
     # POP_ITER. Python 3.11 has no such instruction.
@@ -183,11 +195,11 @@ def _continue_alike(instructions: _Code, first: int | None, second: int | None) 
             return True
         if first is None or second is None:
             return False
-        one = instructions.at[first]
+        instruction = instructions.at[first]
         other = instructions.at[second]
-        if (one.opname, one.argval) != (other.opname, other.argval):
+        if (instruction.opname, instruction.argval) != (other.opname, other.argval):
             return False
-        if one.opname in _RETURNS:
+        if instruction.opname in _RETURNS:
             return True
         first = instructions.settle(instructions.after(first))
         second = instructions.settle(instructions.after(second))

@@ -1,8 +1,9 @@
 """Find the statement of the script that iterates a loader, and whether such a loop can be resumed.
 
-Between the statement and the loader there may be wrappers: generators such as tqdm or a function of
-the script that moves batches to a device, and objects such as ``enumerate``. A loop can be resumed
-in the middle only if each wrapper can be told how many batches were skipped.
+Between the statement and the loader there may be wrappers: generators, such as tqdm or a function
+that moves batches to a device, and objects such as ``enumerate``. A loop can be resumed in its
+middle only if each wrapper can continue there: a generator runs its own code again, and the counter
+of an ``enumerate`` can be set.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _INTEGRATIONS = {
     "speechbrain": "`holdfast.integrations.speechbrain`",
     "transformers": "`holdfast.integrations.transformers`",
 }
-# Objects of these libraries may refer to an iterator without requesting values from it.
+# The objects of these libraries refer to the iterator, but their generators request its values.
 _PROGRESS_BARS = ("tqdm", "rich", "alive_progress")
-# CPython stores the counter of ``enumerate`` right after the header of the object.
+# The offset of the counter in an ``enumerate`` object: CPython stores it right after the header.
+# `_counter_can_be_set` checks this before the counter is used.
 _ENUMERATE_COUNTER = object.__basicsize__
 
 
@@ -41,8 +43,8 @@ _ENUMERATE_COUNTER = object.__basicsize__
 class LoopPlace:
     """The statement that requests the batches of a loop.
 
-    It holds no frame, since a frame refers to the iterator of its loop, which must be freed at once
-    when the loop is left.
+    It must not hold the frame. A frame refers to the iterator of its loop, which must be freed at
+    once when the script leaves the loop.
     """
 
     file: str
@@ -51,34 +53,31 @@ class LoopPlace:
     # The code of the function, and the offset of the instruction that requests a batch.
     code: CodeType
     offset: int
-    # Why the loop cannot be resumed, as a clause about it. None for a ``for`` statement.
+    # Why the loop cannot be resumed, as a clause without its subject. None if it can.
     problem: str | None
     # What the user can do about the problem.
     fix: str = ""
 
     @property
     def name(self) -> str:
-        """Return the position as text: the name of the file, a colon, and the line."""
+        """Return the place as text, such as ``train.py:12``."""
         return f"{Path(self.file).name}:{self.line}"
 
     def is_same_as(self, name: str, function: str) -> bool:
-        """Return whether another attempt has recorded this place under these names."""
+        """Return whether a place of another attempt has this `name` and `function`."""
         return (self.name, self.function) == (name, function)
 
 
 def find_place(frame: FrameType) -> LoopPlace:
-    """Return the statement that requests a batch.
+    """Return the statement that requests a batch, behind any generators that pass it on.
 
     Args:
         frame: The frame that has called ``__next__`` of a loader's iterator.
     """
-    problem = None
+    problem = _problem_of(frame)
     fix = "iterate the loader with a `for` statement."
-    while is_in_generator(frame) and problem is None:
-        problem = _problem_of(frame)
-        if problem is None and frame.f_back is not None:
-            frame = frame.f_back
-    if problem is None:
+    while problem is None and is_in_generator(frame) and frame.f_back is not None:
+        frame = frame.f_back
         problem = _problem_of(frame)
     library = _library_of(frame)
     if library is not None:
@@ -98,7 +97,11 @@ def find_place(frame: FrameType) -> LoopPlace:
 
 
 def _problem_of(frame: FrameType) -> str | None:
-    """Return why one of the frames between the loader and the loop prevents a resume, or None."""
+    """Return why a frame that requests a batch cannot be resumed, or None if it can.
+
+    Args:
+        frame: The frame of the loop, or of a generator between the loader and the loop.
+    """
     flags = frame.f_code.co_flags
     if flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return "is asynchronous"
@@ -119,7 +122,12 @@ def _library_of(frame: FrameType) -> str | None:
 
 
 def loop_frame(frame: FrameType, place: LoopPlace) -> FrameType | None:
-    """Return the frame of a loop on the stack, from the given frame outward, or None."""
+    """Return the frame in which a loop runs, or None if it is not on the stack.
+
+    Args:
+        frame: The innermost frame to be searched.
+        place: The place of the loop.
+    """
     current: FrameType | None = frame
     while current is not None:
         if current.f_code is place.code:
@@ -129,9 +137,14 @@ def loop_frame(frame: FrameType, place: LoopPlace) -> FrameType | None:
 
 
 def enclosing_targets(frames: list[FrameType]) -> dict[str, Any]:
-    """Return the values of the targets of all running ``for`` statements, such as ``epoch``.
+    """Return the current values of the targets of all running ``for`` statements.
 
-    Only numbers and strings are returned, by the names of the function and the variable.
+    Args:
+        frames: The frames of the script on the stack.
+
+    Returns:
+        Numbers and strings, by the names of the function and the variable, such as
+        ``"train.epoch"``.
     """
     values = {}
     for frame in frames:
@@ -149,8 +162,9 @@ def enclosing_targets(frames: list[FrameType]) -> dict[str, Any]:
 class Counter:
     """The counter of an ``enumerate`` object through which a loop requests its batches.
 
-    This refers to the object by its address only. A real reference would keep the iterator of the
-    loop alive after the loop was left. While the loop requests a batch, the object exists.
+    This refers to the object only by its address, because a real reference would keep the iterator
+    of the loop alive after the script has left the loop. The counter may be used only while the
+    loop requests a batch, since the object is certain to exist then.
     """
 
     def __init__(self, enumeration: enumerate[Any]) -> None:
@@ -158,7 +172,7 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """The number that the object yields next."""
+        """Return the number that the object yields next."""
         return ctypes.c_ssize_t.from_address(self._address).value
 
     @value.setter
@@ -167,20 +181,23 @@ class Counter:
 
 
 def is_in_generator(frame: FrameType) -> bool:
-    """Return whether a generator requests the batches, and passes them on to a loop."""
+    """Return whether a batch is requested by a generator, which passes it on to a loop."""
     return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def find_counters(iterator: object, frame: FrameType) -> list[Counter] | None:
     """Return the counters of the ``enumerate`` objects through which a loop requests its batches.
 
+    The wrappers are found by asking the garbage collector what refers to the iterator, and to each
+    generator and ``enumerate`` object around it.
+
     Args:
         iterator: The iterator that the script has received from its loader.
         frame: The frame that has called its ``__next__``.
 
     Returns:
-        The counters, or None if the loop uses a wrapper that cannot be told how many batches were
-        skipped, such as ``zip`` or ``itertools.islice``.
+        The counters, or None if the loop uses a wrapper that cannot continue in the middle, such as
+        ``zip`` or ``itertools.islice``.
     """
     pending: list[Any] = [iterator]
     current: FrameType | None = frame
@@ -191,7 +208,7 @@ def find_counters(iterator: object, frame: FrameType) -> list[Counter] | None:
         pending.append(generator)
         current = current.f_back
     counters: list[Counter] = []
-    # The lists of this function refer to the objects too.
+    # The lists of this function also refer to the objects, and must not count as wrappers.
     own_lists = [pending]
     for wrapped in pending:
         referrers = gc.get_referrers(wrapped)
@@ -201,7 +218,7 @@ def find_counters(iterator: object, frame: FrameType) -> list[Counter] | None:
                 continue
             if type(referrer) is enumerate and _counter_can_be_set(referrer):
                 counters.append(Counter(referrer))
-                # The object may be wrapped itself.
+                # Another wrapper may be around this one.
                 pending.append(referrer)
             elif not _is_progress_bar(referrer):
                 return None
@@ -218,6 +235,7 @@ def _contains(values: list[Any], value: object) -> bool:
 
 
 def _generator_of(frame: FrameType) -> object | None:
+    """Return the generator that runs in a frame. The frame itself does not refer to it."""
     for candidate in gc.get_objects():
         if type(candidate) is GeneratorType and candidate.gi_frame is frame:
             return candidate
@@ -229,5 +247,5 @@ def _is_progress_bar(value: object) -> bool:
 
 
 def _counter_can_be_set(enumeration: enumerate[Any]) -> bool:
-    """Return whether the counter is where we expect it in memory."""
+    """Return whether the counter is where `Counter` expects it in memory."""
     return bool(Counter(enumeration).value == enumeration.__reduce__()[1][1])
