@@ -1,8 +1,9 @@
-"""Compare the steps that a resumed script repeats with what its earlier attempt has recorded.
+"""Compare the steps that a resumed script repeats with the recording of its earlier attempt.
 
-The guard compares losses and gradient norms. Here, each boundary is compared: the batch, the random
-state, the settings of the optimizers and the counters in the function that trains. A difference
-shows that the script depends on something that no checkpoint holds.
+The guard compares losses and gradient norms. This module compares what a script has at each
+boundary: the batch, the random state, the settings of the optimizers, and the integers among the
+variables of the function that trains. A difference shows that the script depends on something that
+no checkpoint holds.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from holdfast.loader.random_state import RandomState
 
 _FILE = "boundaries.jsonl"
 _EARLIER_FILE = "boundaries.earlier.jsonl"
-# When the file has reached this size, it becomes the earlier one. A line has about 300 bytes.
+# When the file has reached this size, it is renamed to `_EARLIER_FILE`. A line has about 300 bytes.
 _MOST_BYTES = 16 << 20
-# Only so many elements of a tensor are compared, at equal distances.
+# The number of elements of a tensor that are compared. They are evenly spaced.
 _MOST_ELEMENTS = 1024
-# A batch may be nested to this depth.
+# The depth to which nested batches are compared.
 _MOST_LEVELS = 4
 
 
@@ -38,7 +39,7 @@ def describe_boundary(
     """Return what is compared at a boundary, as JSON values.
 
     Args:
-        batch: The last batch.
+        batch: The last batch. None between two loops.
         random_state: The random state before the next batch.
         optimizers: The optimizers by name.
         variables: The local variables of the function that trains.
@@ -54,6 +55,7 @@ def describe_boundary(
 
 
 def _digest_of_batch(batch: Any, level: int) -> int:
+    """Return a checksum of the tensors, numbers and strings in a batch."""
     if isinstance(batch, torch.Tensor):
         return _digest_of_tensor(batch)
     if isinstance(batch, (int, float, str, bytes, bool)):
@@ -72,20 +74,24 @@ def _digest_of_batch(batch: Any, level: int) -> int:
 
 
 def _digest_of_tensor(tensor: torch.Tensor) -> int:
-    """Return a checksum of some elements of a tensor on the host, or 0 for any other one."""
+    """Return a checksum of some elements of a dense CPU tensor, or 0 for any other tensor.
+
+    Reading a tensor on a GPU would make training wait for the GPU.
+    """
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.numel() == 0:
         return 0
     flat = tensor.detach().reshape(-1)
     distance = -(-flat.numel() // _MOST_ELEMENTS)
-    some = flat[::distance].contiguous()
-    return zlib.crc32(some.view(torch.uint8).numpy().data)
+    sample = flat[::distance].contiguous()
+    return zlib.crc32(sample.view(torch.uint8).numpy().data)
 
 
 def _digest_of_random_state(state: RandomState) -> int:
     digest = zlib.crc32(state.cpu.numpy().data)
     for device_state in state.devices.values():
         digest = zlib.crc32(device_state.numpy().data, digest)
-    # The hash of numbers is the same in each process. The third entry may be None, whose is not.
+    # Python gives equal numbers the same hash in every process. This is not true of None, which the
+    # third entry may be, so that entry is included as text.
     _, words, next_normal = state.python
     digest = zlib.crc32(f"{hash(words)} {next_normal}".encode(), digest)
     if isinstance(state.numpy, tuple):
@@ -94,6 +100,7 @@ def _digest_of_random_state(state: RandomState) -> int:
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain settings of each parameter group, such as the learning rate."""
     return [
         {
             name: value
@@ -105,14 +112,15 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class BoundaryLog:
-    """Records the boundaries of an attempt in files, and compares them with an earlier attempt's.
+    """Records the boundaries of an attempt, and compares them with those of the earlier attempt.
 
-    A line survives if the process is killed. If the disk is full, no further boundary is recorded.
+    Each boundary is a line of a file and survives if the process is killed. If the disk is full, no
+    further boundary is recorded.
 
     Args:
         run_dir: The run directory of the guard.
         resumed_step: The global step from which this attempt continues. None if it starts from the
-            beginning. Its random numbers may then be others than before.
+            beginning. Nothing is compared then, because the script may not have set a seed.
     """
 
     def __init__(self, run_dir: Path, resumed_step: int | None) -> None:
@@ -130,16 +138,15 @@ class BoundaryLog:
             self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600
         )
         self._size = os.fstat(self._descriptor).st_size
-        # The number of boundaries that were equal to those of the earlier attempt.
+        # The number of boundaries that were compared and are equal.
         self.equal_boundaries = 0
 
-    @property
-    def is_complete(self) -> bool:
-        """Return whether there is no boundary left to compare."""
-        return not self._expected
-
     def _read(self) -> dict[int, dict[str, Any]]:
-        """Return the recorded boundaries by global step. The newest one of each step counts."""
+        """Return the recorded boundaries by global step.
+
+        If several attempts have recorded a boundary after the same step, the newest one is
+        returned.
+        """
         boundaries: dict[int, dict[str, Any]] = {}
         for path in (self._earlier_path, self._path):
             try:
@@ -151,7 +158,7 @@ class BoundaryLog:
                     boundary = json.loads(line)
                     boundaries[int(boundary.pop("step"))] = boundary
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    # The last line is incomplete if the machine has crashed.
+                    # The machine has crashed while this line was written.
                     continue
         return boundaries
 
@@ -159,13 +166,13 @@ class BoundaryLog:
         """Record a boundary, and compare it with that of the earlier attempt.
 
         Args:
-            global_step: The number of steps before the boundary.
+            global_step: The number of steps before the boundary, over all attempts.
             boundary: The result of `describe_boundary`.
 
         Returns:
-            A clause that names the difference, or None.
+            A clause that names the first difference, or None.
         """
-        # The comparison is between values as JSON represents them.
+        # The earlier boundary was read from JSON, so this one is converted in the same way.
         line = json.dumps({"step": global_step, **boundary}, default=str)
         expected = self._expected.pop(global_step, None)
         if expected is not None:
@@ -193,26 +200,25 @@ class BoundaryLog:
 
 
 def _difference(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return a clause that names what differs between two boundaries, or None."""
+    """Return a clause that names the first difference between two boundaries, or None."""
     if expected["batch"] != now["batch"]:
-        return "the batch was another one"
+        return "the batch is another one"
     if expected["random"] != now["random"]:
         return "the random state is another one"
     for name, groups in expected["settings"].items():
         for number, group in enumerate(groups):
-            change = _changed_value(group, _entry(now["settings"].get(name, []), number))
+            groups_now = now["settings"].get(name, [])
+            group_now = groups_now[number] if number < len(groups_now) else {}
+            change = _changed_value(group, group_now)
             if change is not None:
                 return f"in parameter group {number} of optimizer {name!r}, {change}"
     change = _changed_value(expected["counters"], now["counters"])
     return None if change is None else f"variable {change}"
 
 
-def _entry(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    return groups[number] if number < len(groups) else {}
-
-
 def _changed_value(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return a clause about the first name whose value differs, or None."""
     for name, value in expected.items():
         if name in now and now[name] != value:
-            return f"{name} was {value!r} and is {now[name]!r}"
+            return f"{name} is {now[name]!r} instead of {value!r}"
     return None
