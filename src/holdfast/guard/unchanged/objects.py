@@ -1,7 +1,7 @@
 """Find the models and optimizers of the script in its variables.
 
-They get the names of the variables that refer to them, so that an attempt that resumes finds the
-same objects under the same names.
+They are named after the variables that refer to them, so that each attempt finds the same objects
+under the same names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from holdfast.guard.unchanged.stack import is_module_level
 from holdfast.guard.unchanged.variable_kinds import CONTAINERS, MAPPINGS, has_type, kind_of
 from holdfast.guard.unchanged.variables import namespaces
 
-# How far the search follows attributes and containers.
+# The number of attributes and containers that the search follows from a variable to an object.
 _MAX_DEPTH = 6
-# Longer containers are considered to be data.
+# Containers with more entries are considered to be data, and are not searched.
 _MAX_ENTRIES = 1000
 
 
@@ -42,12 +42,13 @@ def find_trained_objects(
 ) -> TrainedObjects:
     """Return the models and optimizers to which the script's variables refer.
 
-    Only models with parameters of an optimizer are returned. A model that is part of another one is
-    left out.
+    Only models with a parameter that an optimizer updates are returned. A model that is part of
+    another one is left out.
 
     Args:
         frames: The frames of the script on the stack, from the loop outward.
-        stepping: The optimizer that is about to step, which must be among those that are found.
+        stepping: The optimizer that is about to step. It must be among those that are found. None
+            if no optimizer steps now.
 
     Raises:
         UnchangedScriptError: H738 if an optimizer or the model of an optimizer cannot be found.
@@ -62,7 +63,7 @@ def find_trained_objects(
             optimizers[_unique(name, optimizers)] = value
         elif has_type(value, GradScaler) and scaler is None:
             scaler = value
-    if stepping is not None and not any(stepping is found for found in optimizers.values()):
+    if stepping is not None and id(stepping) not in map(id, optimizers.values()):
         raise cannot_be_saved(
             f"no variable of the script refers to the {type(stepping).__name__} that is stepped",
             "keep the optimizer in a variable or an attribute.",
@@ -75,7 +76,7 @@ def find_trained_objects(
 def _outermost_with_parameters(
     modules: dict[str, nn.Module], optimizers: dict[str, Optimizer]
 ) -> dict[str, nn.Module]:
-    """Return the modules with a parameter of an optimizer that are not part of another one."""
+    """Return the modules with a parameter of an optimizer, without those inside another one."""
     optimized = {id(parameter) for parameter in _parameters_of(optimizers)}
     trained = {
         name: module
@@ -95,7 +96,7 @@ def _check_parameters_have_models(
     for name, optimizer in optimizers.items():
         if not all(id(parameter) in owned for parameter in _parameters_of({name: optimizer})):
             raise cannot_be_saved(
-                f"optimizer {name!r} has tensors that are no parameters of a model to which a"
+                f"optimizer {name!r} updates tensors that do not belong to a model to which a"
                 " variable of the script refers",
                 "put them into a torch.nn.Module, and keep it in a variable.",
             )
@@ -119,7 +120,11 @@ def _unique(name: str, taken: dict[str, Any]) -> str:
 
 
 def _reachable(frames: list[FrameType]) -> Iterator[tuple[str, Any]]:
-    """Yield the objects to which the script's variables refer, nearest first, with their names."""
+    """Yield the names and objects to which the script's variables refer, directly or not.
+
+    The nearest ones come first: the local variables of functions before global ones, and variables
+    before what they refer to.
+    """
     functions = [frame.f_locals for frame in frames if not is_module_level(frame)]
     spaces = {id(variables): variables for variables in functions}
     spaces |= {id(variables): variables for variables in namespaces(frames).values()}

@@ -1,7 +1,7 @@
-"""Which objects in the script's variables are saved, and in which form.
+"""Determine which objects in the script's variables are saved, and in which form.
 
 A saved variable is a tree of plain values that a checkpoint can store. Numbers, strings and None
-stand for themselves. Anything else is a list that begins with its kind:
+are saved as they are. Anything else is a list that begins with its kind:
 
 ``["list", id, items]``                 likewise ``"tuple"``, ``"set"`` and ``"frozenset"``
 ``["deque", id, items, maxlen]``
@@ -11,7 +11,7 @@ stand for themselves. Anything else is a list that begins with its kind:
                                         an instance of a class of the script; `items` is None unless
                                         the class is derived from dict or list
 ``["enum", class, name]``               a member of an enumeration of the script
-``["class", id, class, attributes]``    a class of the script, for its own attributes
+``["class", id, class, attributes]``    a class of the script, with the attributes that are data
 ``["tensor", id, tensor, requires_grad, device]``
 ``["array", id, array]``                a NumPy array
 ``["number", value]``                   a complex number, bytes, a NumPy number, a path, a dtype
@@ -20,8 +20,9 @@ stand for themselves. Anything else is a list that begins with its kind:
 ``["stateful", class, state]``          any other object with a ``state_dict``
 ``["loader", states, samplers]``        the random generators and samplers of a loader
 ``["same", id]``                        an object that occurred before
-``["unchanged"]``                       data that is large and has not changed since training began
-``["omitted", class]``                  anything else; it stays as the script has created it
+``["unchanged"]``                       large data that has not changed since training began
+``["omitted", class]``                  anything else; a resumed script keeps the object that it has
+                                        created itself
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from holdfast.loader.random_state import GENERATOR_TYPES
 Tree = Any
 
 SCALARS = (bool, int, float, str, type(None))
-# Values that a checkpoint can store as they are.
+# Values without parts that a checkpoint can store.
 PLAIN_VALUES = (complex, bytes, np.generic, PurePath, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 # NumPy's one-letter dtype kinds of the arrays that a checkpoint can store: booleans and numbers.
 _NUMBER_KINDS = "biufc"
 _PLAIN_CLASSES = (argparse.Namespace, types.SimpleNamespace)
-# The kinds of objects of some classes, including derived ones. The contents of a dataset are data,
-# and the guard saves the optimizers.
+# The kinds of instances of some classes and of classes derived from them. Datasets are omitted
+# because their contents are data, and optimizers because the guard saves them.
 _KINDS_OF_OBJECTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (nn.Module, "module"),
     (DataLoader, "loader"),
@@ -64,8 +65,8 @@ _KINDS_OF_OBJECTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 # The attributes of every module, which torch manages.
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-# A container with more entries than this is considered to be data, which the script does not
-# change.
+# A container with more entries than this is considered to be data. The script creates it again in
+# each attempt, so it is not saved.
 MOST_ENTRIES = 1_000_000
 # Tensors and arrays up to this size are always saved. Larger ones are saved only if they have
 # changed since training began.
@@ -73,10 +74,10 @@ SMALL_BYTES = 1 << 16
 
 
 def has_type(value: Any, types: type | tuple[type, ...]) -> bool:
-    """Return whether a value is an instance of a type, without asking the value itself.
+    """Return whether a value is an instance of a type, without running code of the value.
 
-    `isinstance` reads ``__class__``. Some objects in the global variables of a script compute it,
-    for example to warn that they are deprecated.
+    `isinstance` reads the attribute ``__class__``. Some objects compute it, and for example warn
+    that they are deprecated.
     """
     return issubclass(type(value), types)
 
@@ -111,15 +112,16 @@ def _kind_of_object(value: Any) -> str:
             return "omitted"
         return "class" if cls is value else "enum"
     if type(value) in _PLAIN_CLASSES or is_script_class(type(value)):
-        return (
-            "object" if hasattr(type(value), "__dict__") and _has_attributes(value) else "omitted"
-        )
-    saves = callable(getattr(type(value), "state_dict", None))
-    return "stateful" if saves and hasattr(type(value), "load_state_dict") else "omitted"
+        return "object" if _has_attributes(value) else "omitted"
+    # The class is asked, because reading attributes of the object may run its code.
+    has_state_dict = callable(getattr(type(value), "state_dict", None))
+    if has_state_dict and hasattr(type(value), "load_state_dict"):
+        return "stateful"
+    return "omitted"
 
 
 def _has_attributes(value: Any) -> bool:
-    """Return whether an object has a dict of attributes, unlike one of a class with slots."""
+    """Return whether an object has a dict of attributes, unlike an instance with ``__slots__``."""
     try:
         vars(value)
     except TypeError:
@@ -135,21 +137,20 @@ def class_name(cls: type) -> str:
 def attributes_of_module(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its ``state_dict`` lacks.
 
-    These are the attributes that its own class has added, the flag ``training`` of torch, and
-    buffers that are registered with ``persistent=False``.
+    These are the attributes that a class of the script adds, torch's flag ``training``, and buffers
+    that are registered with ``persistent=False``.
     """
-    is_own_class = is_script_class(type(module))
     attributes: dict[str, Any] = {"training": module.training}
-    if is_own_class:
-        own_names = vars(module).keys() - _ATTRIBUTES_OF_MODULES
-        attributes |= {name: vars(module)[name] for name in sorted(own_names)}
+    if is_script_class(type(module)):
+        added_names = vars(module).keys() - _ATTRIBUTES_OF_MODULES
+        attributes |= {name: vars(module)[name] for name in sorted(added_names)}
     for name in module._non_persistent_buffers_set:
         attributes[name] = module._buffers.get(name)
     return attributes
 
 
 def attributes_of_class(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class that may be data, without its methods."""
+    """Return the attributes of a class that may be data: numbers, strings and containers."""
     return {
         name: value
         for name, value in vars(cls).items()

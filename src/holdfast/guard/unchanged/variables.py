@@ -1,8 +1,8 @@
-"""Save the variables of the script, and give them back their values after a resume.
+"""Save the variables of the script, and restore their values after a resume.
 
 The variables are the local variables of the script's functions on the stack, and the global
-variables of its modules. What they refer to is restored in place where possible, since other
-objects may refer to it too. See ``variable_kinds`` for what is saved.
+variables of its modules. Objects are restored in place where possible, since other objects may
+refer to them too. ``variable_kinds`` determines what is saved.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from holdfast.loader.foreign.carried_state import sources_of_state
 from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import is_stateful, samplers_of
 
-# Names that Python itself assigns in every module.
+# Global variables that Python itself assigns.
 _OWN_NAMES_OF_MODULES = frozenset(
     {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__",
      "__spec__", "__annotations__", "__warningregistry__"}
 )  # fmt: skip
-# An intermediate result of the script, such as the output of its model, is saved only up to this
-# size, because it takes no part in later steps.
+# The size up to which an intermediate result, such as the output of the model, is saved. The next
+# step computes it again, so a large one is not worth saving.
 _MOST_BYTES_OF_RESULT = 1 << 20
 _MAPPINGS_BY_NAME: dict[str, Any] = {cls.__name__: cls for cls in MAPPINGS}
 # Stands for a variable, an item or an attribute that does not exist.
@@ -60,6 +60,8 @@ _MISSING = object()
 def namespaces(frames: Iterable[FrameType]) -> dict[str, dict[str, Any]]:
     """Return the variables of the script, by the name of the function or module.
 
+    The name of a function begins with its depth on the stack, because it may be there repeatedly.
+
     Args:
         frames: The frames of the script on the stack, from the innermost one outward.
     """
@@ -68,7 +70,7 @@ def namespaces(frames: Iterable[FrameType]) -> dict[str, dict[str, Any]]:
     functions = [frame for frame in outward if not is_module_level(frame)]
     for depth, frame in enumerate(reversed(functions)):
         spaces[f"{depth} {frame.f_code.co_qualname}"] = frame.f_locals
-    # A script that another one runs with `runpy` may be in no imported module.
+    # The module of a script that another one runs with `runpy` may not be in `sys.modules`.
     modules = [frame.f_globals for frame in reversed(outward)]
     modules += [vars(module) for module in modules_of_script()]
     unique = {id(variables): variables for variables in modules}
@@ -83,12 +85,12 @@ def namespaces(frames: Iterable[FrameType]) -> dict[str, dict[str, Any]]:
 class LargeData:
     """Recognizes large tensors and arrays that have not changed since training began.
 
-    These are data sets in memory. The script creates them again in each attempt, so they need not
-    be saved.
+    Most of them are datasets in memory. The script creates them again in each attempt, so they need
+    not be saved.
     """
 
     def __init__(self) -> None:
-        # While this is True, all large data is recorded as it occurs.
+        # True while training begins. Large data that a `VariableWriter` finds then is recorded.
         self.is_recording = False
         # The version counter of each large tensor, and the checksum of each large array, by `id`.
         # The objects are kept alive so that their ids are not reused.
@@ -103,7 +105,7 @@ class LargeData:
             self._arrays[id(value)] = (value, _checksum(value))
 
     def is_unchanged(self, value: Any) -> bool:
-        """Return whether a value was recorded, and has the same contents as then."""
+        """Return whether a value was recorded, and still has the same contents."""
         if self.is_recording:
             self._record(value)
         if id(value) in self._tensors:
@@ -136,9 +138,10 @@ class VariableWriter:
         self._guarded_ids = guarded_ids
         self._large_data = large_data
         self._only_small = only_small
-        # A number for each object that may occur more than once, by its `id`.
+        # The number of each object that has been written, by its `id`. If it occurs again, this
+        # number is written instead.
         self._numbers: dict[int, int] = {}
-        # Keeps the objects alive, so that their ids are unique.
+        # Keeps these objects alive, so that their ids are not reused.
         self._objects: list[Any] = []
 
     def write(
@@ -148,7 +151,8 @@ class VariableWriter:
 
         Args:
             frames: The frames of the script on the stack, from the innermost one outward.
-            about_to_be_assigned: Names of local variables of the innermost frame to leave out.
+            about_to_be_assigned: Local variables of the innermost frame that are left out, because
+                the script assigns them next.
         """
         spaces = namespaces(frames)
         innermost = frames[0].f_locals if frames else None
@@ -159,15 +163,15 @@ class VariableWriter:
             for space, variables in spaces.items()
         }
 
-    def _namespace(self, variables: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Tree]:
-        trees = {}
-        for name, value in list(variables.items()):
-            if name in _OWN_NAMES_OF_MODULES or name in left_out:
-                continue
-            if has_type(value, (FunctionType, ModuleType)):
-                continue
-            trees[name] = self.tree_of(value)
-        return trees
+    def _namespace(self, variables: Mapping[str, Any], omitted: frozenset[str]) -> dict[str, Tree]:
+        # Other threads may add variables meanwhile, so this iterates over a copy.
+        return {
+            name: self.tree_of(value)
+            for name, value in list(variables.items())
+            if name not in _OWN_NAMES_OF_MODULES
+            and name not in omitted
+            and not has_type(value, (FunctionType, ModuleType))
+        }
 
     def tree_of(self, value: Any) -> Tree:
         """Return the saved form of a value."""
@@ -197,7 +201,7 @@ class VariableWriter:
             entries = [[_key(key), self.tree_of(item)] for key, item in value.items()]
             return ["dict", number, entries, kind]
         if {type(item) for item in value} <= set(SCALARS):
-            # A list of numbers, such as a history of losses, may be long. This is the fast way.
+            # This is fast for a long list of numbers, such as a history of losses.
             items = list(value)
         else:
             items = [self.tree_of(item) for item in value]
@@ -206,7 +210,7 @@ class VariableWriter:
         return [kind, number, items]
 
     def _object(self, value: Any, number: int) -> Tree:
-        # A class of the script may be derived from `dict` or `list`.
+        # The class may be derived from `dict` or `list`.
         items = None
         if has_type(value, dict) and all(map(_is_key, value)):
             items = self._container(dict(value), number)
@@ -231,8 +235,9 @@ class VariableWriter:
         is_plain = value.layout is torch.strided and not value.is_meta
         if not is_plain or value.nbytes > limit:
             return _omitted(value)
-        is_variable = value.requires_grad and value.is_leaf
-        return ["tensor", number, value.detach().clone(), is_variable, str(value.device)]
+        # Only a leaf can be restored with its flag. The graph of any other tensor is lost.
+        requires_grad = value.requires_grad and value.is_leaf
+        return ["tensor", number, value.detach().clone(), requires_grad, str(value.device)]
 
     def _array(self, value: np.ndarray[Any, Any], number: int) -> Tree:
         if self._large_data.is_unchanged(value):
@@ -248,7 +253,7 @@ class VariableWriter:
         return ["loader", states_of_sources(value), self.trees_of_samplers(value)]
 
     def trees_of_samplers(self, loader: Any) -> list[Tree]:
-        """Return the attributes of a loader's samplers, if the script defines their classes."""
+        """Return the saved forms of a loader's samplers, for those that the script defines."""
         return [self.tree_of(sampler) for sampler in samplers_of(loader)]
 
     def _stateful(self, value: Any, _number: int) -> Tree:
@@ -334,7 +339,7 @@ def _restore_generator(value: Any, state: Any) -> None:
 
 
 class VariableReader:
-    """Gives the variables of the script the values in a tree that `VariableWriter` has returned."""
+    """Restores the variables of the script from a tree that `VariableWriter` has returned."""
 
     def __init__(self) -> None:
         # The restored objects by their number.
@@ -343,12 +348,12 @@ class VariableReader:
     def restore(self, saved: Mapping[str, Mapping[str, Tree]], frames: list[FrameType]) -> None:
         """Restore the variables of the script.
 
-        Variables that did not exist when they were saved are left alone.
+        Variables that are not in the checkpoint keep their values.
 
         Args:
             saved: The saved variables by namespace.
-            frames: The frames of the script on the stack, from the loop outward. They must be those
-                of the same functions as when the variables were saved.
+            frames: The frames of the script on the stack, from the loop outward. Variables of
+                functions that are not on the stack as they were at the save are not restored.
         """
         spaces = namespaces(frames)
         functions = [frame for frame in frames if not is_module_level(frame)]
@@ -376,7 +381,7 @@ class VariableReader:
         Args:
             tree: The saved form of the value.
             live: The current value of the variable, which is changed in place if it is of the same
-                kind.
+                kind. `_MISSING` if the variable does not exist.
         """
         if not isinstance(tree, list):
             return tree
@@ -467,9 +472,10 @@ class VariableReader:
             target = cls.__new__(cls)  # type: ignore[call-overload] # not `type` itself
         self._objects[number] = target
         present = vars(target)
-        for gone in [key for key in present if isinstance(present[key], SCALARS)]:
-            if gone not in attributes:
-                del present[gone]
+        # At the save, the object did not have these attributes yet, or no longer.
+        for name_now in list(present):
+            if name_now not in attributes and isinstance(present[name_now], SCALARS):
+                del present[name_now]
         self._set_attributes(present, attributes)
         if items is not None:
             self._set_items(target, items)
@@ -506,7 +512,7 @@ class VariableReader:
     def _tensor(self, tree: Tree, live: Any) -> Any:
         _, number, saved, requires_grad, device = tree
         target = live
-        if _has_form_of(live, saved):
+        if _can_be_overwritten(live, saved):
             with torch.no_grad():
                 live.copy_(saved)
         else:
@@ -567,8 +573,8 @@ class VariableReader:
         return live
 
 
-def _has_form_of(live: Any, saved: torch.Tensor) -> bool:
-    """Return whether a saved tensor can be copied into a live one."""
+def _can_be_overwritten(live: Any, saved: torch.Tensor) -> bool:
+    """Return whether a saved tensor can be copied into the current value of a variable."""
     return (
         isinstance(live, torch.Tensor)
         and live.grad_fn is None
@@ -578,7 +584,7 @@ def _has_form_of(live: Any, saved: torch.Tensor) -> bool:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Return whether a value is an instance of a frozen dataclass, which must not be changed."""
+    """Return whether a value is a frozen dataclass, which must be replaced and not changed."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     return parameters is not None and bool(parameters.frozen)
 
