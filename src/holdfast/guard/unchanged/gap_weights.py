@@ -1,10 +1,11 @@
-"""Keep the weights with which the script evaluates its models between two loops.
+"""Save the weights with which the script evaluates its models between two loops.
 
-The code between two finished loops runs again after a resume. If it uses the models there, outside
-of a ``for`` statement over a loader, it needs the weights of that moment, since the result may
-decide whether training goes on. They are kept in the run directory:
+When a script is resumed, its code between two finished loops runs again. If this code uses the
+models outside of a ``for`` statement over a loader, it needs the weights that they had at that
+point of the run, because the script may decide by the result whether to continue training. These
+weights are saved in the run directory, in one file per gap between two loops:
 
-weights/<number of finished loops>.safetensors
+``weights/<number of finished loops>.safetensors``
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GapWeights:
         self._remove_hook: Callable[[], None] | None = None
 
     def watch(self, number: int, models: Mapping[str, nn.Module]) -> None:
-        """Begin to watch for a use of the models, because a loop that trains has ended.
+        """Save the weights at the next use of a model, because a loop that trains has ended.
 
         Args:
             number: The number of finished loops.
@@ -46,7 +47,8 @@ class GapWeights:
         parts = {id(part) for model in models.values() for part in model.modules()}
 
         def save_once(module: nn.Module, _inputs: Any) -> None:
-            # Transforms of images are modules too, and workers of a loader inherit this hook.
+            # The hook is called for every module, and image transforms are modules too. Forked
+            # loader workers inherit it.
             if id(module) in parts and os.getpid() == self._process:
                 self.stop()
                 self.save(number, models)
@@ -54,13 +56,18 @@ class GapWeights:
         self._remove_hook = register_module_forward_pre_hook(save_once).remove
 
     def stop(self) -> None:
-        """Stop watching, because another loop begins."""
+        """No longer wait for a use of a model, because the gap has ended."""
         if self._remove_hook is not None:
             self._remove_hook()
             self._remove_hook = None
 
     def save(self, number: int, models: Mapping[str, nn.Module]) -> None:
-        """Save the current weights. If that fails, `on_failure` is called."""
+        """Save the current weights. If that fails, `on_failure` is called.
+
+        Args:
+            number: The number of finished loops.
+            models: The models by name.
+        """
         draft = self._folder / f".tmp-{number}{SUFFIX}"
         try:
             self._folder.mkdir(exist_ok=True)
@@ -71,7 +78,7 @@ class GapWeights:
             self._on_failure(error)
 
     def load(self, number: int, models: Mapping[str, nn.Module]) -> None:
-        """Load the weights that were used after this number of loops, if any were."""
+        """Load the weights that were saved after this number of loops, if there are any."""
         path = self._path(number)
         if path.exists():
             read_tensors([path], _tensors_of(models), lambda _name, _shape: None)

@@ -18,15 +18,15 @@ EXIT_CODE = 2
 
 
 class UnchangedScriptError(CheckpointError):
-    """The script cannot be saved, or cannot be resumed exactly."""
+    """An unchanged script cannot be saved so that a resume is exact, or a resume is not exact."""
 
 
 def cannot_be_saved(problem: str, fix: str) -> UnchangedScriptError:
     """Return the error for a script that `holdfast run --resume` does not support.
 
     Args:
-        problem: A clause about the script.
-        fix: What the user can do.
+        problem: A clause that names what holdfast does not support.
+        fix: What the user can do, as a sentence without its capital letter.
     """
     return UnchangedScriptError(
         f"--resume cannot save this script: {problem}",
@@ -37,7 +37,11 @@ def cannot_be_saved(problem: str, fix: str) -> UnchangedScriptError:
 
 
 def resume_differs(difference: str) -> UnchangedScriptError:
-    """Return the error for a resumed script that does not repeat what its earlier attempt did."""
+    """Return the error for a resumed script that does not repeat what its earlier attempt did.
+
+    Args:
+        difference: A clause that names the difference.
+    """
     return UnchangedScriptError(
         f"the resumed script differs from its earlier attempt: {difference}",
         limit="the rest of the run would differ from an undisturbed one",

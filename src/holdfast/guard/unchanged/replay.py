@@ -1,7 +1,7 @@
-"""`Replay`: bring a script that starts again to the place where its checkpoint was saved.
+"""`Replay`: bring a restarted script to the place where its checkpoint was saved.
 
-The script runs from the top. Its finished loops end at once, and in the current one, the batches
-that the earlier attempt has finished with are skipped.
+The script runs from the top. Its finished loops end at once, and its current loop skips the batches
+that the earlier attempt had trained on.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from holdfast.loader.random_state import restore
 
 
 class Replay:
-    """Goes through the recorded loops of a script, in their order.
+    """Follows a script through the loops that its earlier attempt has recorded, in their order.
 
     Args:
         saved: The state of the script in the checkpoint.
         start_iterator: torch's own ``DataLoader.__iter__``.
-        weights: The weights with which models were evaluated between two loops.
+        weights: Loads the weights with which models were evaluated between two loops.
     """
 
     def __init__(
         self, saved: SavedScript, start_iterator: StartIterator, weights: GapWeights
     ) -> None:
         self.saved = saved
-        # The recorded loops that have ended in this attempt too.
+        # Those recorded loops that have already ended in this attempt.
         self.finished: list[FinishedLoop] = []
         self._start_iterator = start_iterator
         self._weights = weights
@@ -42,7 +42,7 @@ class Replay:
 
     @property
     def is_at_the_end(self) -> bool:
-        """Return whether the checkpoint was saved right after the loop that has ended last."""
+        """Return whether the checkpoint was saved between two loops, and this place is reached."""
         return self.saved.current is None and len(self.finished) == len(self.saved.finished)
 
     def enter(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> bool:
@@ -54,13 +54,14 @@ class Replay:
             frame: The frame that requests the batch.
 
         Returns:
-            Whether the loop ends at once, because it had finished.
+            Whether the loop must end at once, because it had finished.
 
         Raises:
-            UnchangedScriptError: H739 if the script has come to another loop than before.
+            UnchangedScriptError: H739 if the script has reached another loop than before.
         """
         number = len(self.finished)
         if number == len(self.saved.finished):
+            # Without a current loop, the replay has ended right after the last finished loop.
             assert self.saved.current is not None
             _check_same_loop(self.saved.current, loop)
             self._skip_batches(self.saved.current, loop)
@@ -69,12 +70,13 @@ class Replay:
         recorded = self.saved.finished[number]
         _check_same_loop(recorded, loop)
         if recorded.variables is None:
-            # The loop has to be run again.
+            # The loop is no `for` statement, so it is run again.
             loop.batches = self._start_iterator(loop.loader)
             return False
         self._silence.begin()
         self.finished.append(recorded)
         if self.is_at_the_end:
+            # `restore_variables` restores the state. In a generator, the loop around it continues.
             if is_in_generator(frame):
                 self._restore_counters(iterator, frame)
         else:
@@ -88,7 +90,7 @@ class Replay:
         self.finished.append(self.saved.finished[len(self.finished)])
 
     def _restore_counters(self, iterator: LoopIterator, frame: FrameType) -> None:
-        """Let the ``enumerate`` objects around a loop continue with the next number."""
+        """Set the ``enumerate`` objects around a loop to the numbers that they had reached."""
         counters = find_counters(iterator, frame)
         if counters is None or len(counters) != len(self.saved.counters):
             raise resume_differs("a loop requests its batches through other wrappers than before")
@@ -96,6 +98,7 @@ class Replay:
             counter.value = value
 
     def _skip_batches(self, current: CurrentLoop, loop: Loop) -> None:
+        """Begin the current loop as the earlier attempt did, and fetch and drop its batches."""
         start = current.start
         if start.had_workers is not None:
             match_workers(loop.loader, started=start.had_workers)
@@ -106,41 +109,53 @@ class Replay:
         loop.batches = self._start_iterator(loop.loader)
         for number in range(1, current.batches + 1):
             if number == current.batches > 1 and current.before_last is not None:
-                # The next batch may depend on how this one was made.
+                # A loader that draws from the global random generators gets other numbers than
+                # before, because the skipped loop body draws none. This does not matter for batches
+                # that are dropped. But the next batch may depend on the last one, so that one is
+                # made exactly as before.
                 restore(current.before_last)
             try:
                 next(loop.batches)
             except StopIteration:
                 raise resume_differs(
-                    f"the loader of the loop at {current.place} has only {number - 1} batches, of"
-                    f" which {current.batches} were trained"
+                    f"the loader of the loop at {current.place} has only {number - 1} batches, but"
+                    f" the earlier attempt has trained on {current.batches}"
                 ) from None
         loop.batch_count = current.batches
         loop.before_last = current.before_last
 
     def restore_variables(self, frame: FrameType) -> None:
-        """Restore the variables of the script and the random state, and end the silence."""
+        """Restore the variables of the script and the random state.
+
+        Args:
+            frame: The frame that requests the batch.
+        """
         self.end_silence()
         VariableReader().restore(self.saved.variables, frames_of_script(frame))
         restore(self.saved.random_state)
 
     def end_silence(self) -> None:
-        """Let output through again."""
+        """Stop discarding the script's output."""
         self._silence.end()
 
 
 def _check_same_loop(recorded: FinishedLoop | CurrentLoop, loop: Loop) -> None:
-    """Check that the script has come to the loop that its earlier attempt came to."""
+    """Check that the script has reached the same loop as its earlier attempt.
+
+    Raises:
+        UnchangedScriptError: H739 if it has reached another one.
+    """
     assert loop.place is not None
     if not loop.place.is_same_as(recorded.place, recorded.function):
         raise resume_differs(
-            f"it has come to the loop at {loop.place.name} in {loop.place.function} instead of the"
+            f"it has reached the loop at {loop.place.name} in {loop.place.function} instead of the"
             f" one at {recorded.place} in {recorded.function}"
         )
     for name, value in recorded.enclosing.items():
-        if loop.enclosing.get(name) != value:
+        value_now = loop.enclosing.get(name)
+        if value_now != value:
             raise resume_differs(
-                f"at the loop at {recorded.place}, {name} was {value!r} and is"
-                f" {loop.enclosing.get(name)!r}. If the script loads a checkpoint of its own at the"
-                " start, turn that off"
+                f"when the loop at {recorded.place} begins, {name} is {value_now!r} instead of"
+                f" {value!r}. If the script loads a checkpoint of its own at the start, turn that"
+                " off"
             )

@@ -16,21 +16,21 @@ from holdfast.loader.random_state import RandomState
 # The name under which the guard saves the script, and the component of a checkpoint that holds it.
 STATE_NAME = "script"
 _COMPONENT = f"state.{STATE_NAME}"
-# A resume repeats at least this many recorded steps, if there is a checkpoint that is old enough.
+# A resumed script repeats at least this many recorded steps, if a checkpoint is old enough.
 LEAST_REPEATED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedLoop:
-    """A loop over a loader that has ended, outside of any other one."""
+    """An outermost loop over a loader that has ended."""
 
     # The file and line of the loop, and its function.
     place: str
     function: str
     # The targets of the enclosing ``for`` statements when the loop began, such as the epoch.
     enclosing: dict[str, Any]
-    # The variables of the script after the loop. None if the loop must be run again, since it is no
-    # `for` statement.
+    # The variables of the script after the loop. None if the loop must be run again, because it is
+    # not a `for` statement, or was left in another way than by exhaustion or `break`.
     variables: dict[str, Tree] | None
 
     def to_tree(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class LoaderStart:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> LoaderStart:
-        """Convert the result of `to_tree` back."""
+        """Return the object from which `to_tree` has made a tree."""
         return cls(
             random_state=RandomState.from_tree(tree["random_state"]),
             generators=tree["generators"],
@@ -77,13 +77,13 @@ class LoaderStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentLoop:
-    """The position in a loop that is running."""
+    """The position in the loop that is running."""
 
     place: str
     function: str
     enclosing: dict[str, Any]
     start: LoaderStart
-    # The number of batches that the loop has finished with.
+    # The number of batches that the loop has processed.
     batches: int
     # The random state before the last of these batches was fetched.
     before_last: RandomState | None
@@ -101,7 +101,7 @@ class CurrentLoop:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> CurrentLoop:
-        """Convert the result of `to_tree` back."""
+        """Return the object from which `to_tree` has made a tree."""
         before_last = tree["before_last"]
         return cls(
             place=tree["place"],
@@ -117,7 +117,7 @@ class CurrentLoop:
 class SavedScript:
     """The state of the script at one boundary."""
 
-    # The command line of the process. Other processes of the command are not resumed.
+    # The command line of the process. The command may start others, which are not resumed.
     argv: list[str]
     finished: list[FinishedLoop]
     # None between two loops.
@@ -126,7 +126,7 @@ class SavedScript:
     counters: list[int]
     variables: dict[str, Tree]
     random_state: RandomState
-    # The global step of the checkpoint. Not saved, since the checkpoint itself holds it.
+    # The global step of the checkpoint. It is not part of the tree, because the checkpoint has it.
     global_step: int = field(default=0)
 
     def to_tree(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class SavedScript:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any], global_step: int) -> SavedScript:
-        """Convert the result of `to_tree` back."""
+        """Return the object from which `to_tree` has made a tree."""
         current = tree["current"]
         return cls(
             argv=tree["argv"],
@@ -158,9 +158,9 @@ class SavedScript:
 def load_saved_script(run_dir: Path) -> SavedScript | None:
     """Return the state of the script in the checkpoint from which the run resumes.
 
-    This is the newest good checkpoint after which the earlier attempt has recorded at least
-    `LEAST_REPEATED_STEPS` steps, so that the resume can be proven. If there is none, it is the
-    newest one.
+    The run resumes from the newest good checkpoint after which the earlier attempt has recorded at
+    least `LEAST_REPEATED_STEPS` steps, so that the resume can be proven. If there is no such
+    checkpoint, it resumes from the newest one.
 
     Args:
         run_dir: The run directory of the guard.

@@ -150,7 +150,7 @@ class Script:
         return LoopIterator(self, loop)
 
     def _is_watched_here(self) -> bool:
-        """Return whether the script is watched in this thread. Workers and other threads are not."""
+        """Return whether loops and steps count here: not in workers, and not in other threads."""
         is_own_thread = get_ident() == self._thread and os.getpid() == self._process
         return self._is_active and is_own_thread
 
@@ -504,7 +504,7 @@ class Script:
 
         Raises:
             StopIteration: If the loop had finished, so that it ends at once.
-            UnchangedScriptError: H739 if the script has come to another loop than before.
+            UnchangedScriptError: H739 if the script has reached another loop than before.
         """
         if not replay.enter(loop, iterator, frame):
             if len(replay.finished) == len(replay.saved.finished):

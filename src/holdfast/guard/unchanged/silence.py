@@ -1,7 +1,7 @@
-"""Discard what the script prints and writes while its finished loops are not run again.
+"""Discard what the script prints and writes while its finished loops are skipped.
 
-Between two finished loops, the script's own code runs as before. It would print its lines and write
-its files a second time, with the weights of another moment.
+The script's code between two finished loops runs again. It would print its lines a second time, and
+overwrite its files with weights from another point of the run.
 """
 
 from __future__ import annotations
@@ -37,19 +37,14 @@ _REPLACED_METHODS = {
 
 
 class Silence:
-    """Discards output between `begin` and `end`, which may be called more than once."""
+    """Discards output between `begin` and `end`. Repeated calls of either have no effect."""
 
     def __init__(self) -> None:
-        # Functions that undo what `begin` has done. None while there is no silence.
+        # Functions that undo what `begin` has done. None while output is not discarded.
         self._undo: list[Callable[[], None]] | None = None
 
-    @property
-    def is_active(self) -> bool:
-        """Return whether output is discarded at the moment."""
-        return self._undo is not None
-
     def begin(self) -> None:
-        """Discard printed lines and written files from now on."""
+        """Begin to discard printed lines, written files and logged metrics."""
         if self._undo is not None:
             return
         self._undo = []
@@ -71,7 +66,7 @@ class Silence:
         self._replace(io, "open", opener)
 
     def end(self) -> None:
-        """Let output through again."""
+        """Stop discarding output."""
         if self._undo is None:
             return
         _flush()
@@ -86,7 +81,7 @@ class Silence:
         try:
             original = os.dup(descriptor)
         except OSError:
-            # The stream is closed.
+            # The script was started without this stream, so there is nothing to discard.
             return
         discard = os.open(os.devnull, os.O_WRONLY)
         os.dup2(discard, descriptor)
@@ -112,11 +107,11 @@ def _flush() -> None:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Stand in for a function that writes."""
+    """Replace a function that writes."""
 
 
 def _discarding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `open` that opens files for writing as ``/dev/null``."""
+    """Return a replacement for `open` that opens ``/dev/null`` instead of a file to be written."""
 
     def open_or_discard(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         is_path = not isinstance(file, int)
