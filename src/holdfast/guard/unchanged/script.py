@@ -572,7 +572,10 @@ class Script:
         Args:
             why: The reason, as a clause.
         """
-        if self._unsaveable is None and self._guard is not None:
+        # A process that exits on a stop request also leaves its loops by an exception.
+        if self._guard is None or not self._guard.is_open:
+            return
+        if self._unsaveable is None:
             self._unsaveable = why
             self._guard.emit(
                 run_events.ResumeMayDiffer(why=f"none for the rest of the run, because {why}")

@@ -71,6 +71,11 @@ class ScriptGuard(Guard):
         return self._session.restoration.resume(self._resume_step, reports_settings=False)
 
     @property
+    def is_open(self) -> bool:
+        """Return whether the run is open. It is closed once the process is about to exit."""
+        return self._session.is_open
+
+    @property
     def devices(self) -> list[torch.device]:
         """Return the accelerators of the models."""
         return list(self._parts.devices())
