@@ -612,7 +612,11 @@ class SaveRefused(WithReason):
 
 
 class SavePostponed(WithReason):
-    """A save was postponed until the loss and the gradient norm are back to normal."""
+    """A save was postponed, for the reason in `why`.
+
+    The loss or the gradient norm is unusually high, or an unchanged script cannot be resumed in the
+    middle of a loop.
+    """
 
     summary = "save postponed"
 
