@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -412,6 +413,29 @@ for epoch in range(3):
     checkpoints = tmp_path / "runs" / "killed_at_step" / "guard" / "checkpoints"
     steps = [int(path.name.partition("-step")[2]) for path in checkpoints.iterdir()]
     assert 0 < max(steps) <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_optimizer", [False, True])
+def test_script_without_an_optimizer_is_reported(*, steps_optimizer: bool, tmp_path: Path) -> None:
+    """The summary says whether the script was saved at all."""
+    update = "optimizer.step()" if steps_optimizer else "weight.data.add_(weight.grad, alpha=-0.1)"
+    script = write_script(
+        tmp_path,
+        HEAD
+        + f"""
+weight = model[0].weight
+for inputs, labels in loader:
+    model(inputs).square().mean().backward()
+    {update}
+""",
+    )
+    command = resumable(script)
+    command.insert(command.index("--"), "--json")
+
+    done = run(command, tmp_path)
+
+    assert json.loads(done.lines[-1])["saved"] is steps_optimizer
 
 
 @pytest.mark.slow
