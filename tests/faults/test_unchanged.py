@@ -494,6 +494,46 @@ def test_stopped_script_saves_and_continues(tmp_path: Path, plain_folder: Path) 
 
 
 @pytest.mark.slow
+def test_script_is_stopped_from_outside(tmp_path: Path) -> None:
+    """`holdfast stop` lets the script save, and the same command continues it."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+import os, time
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+        print("step", flush=True)
+print("digest", digest(model))
+""",
+    )
+    plain = run([sys.executable, KILLED_AT_STEP, str(script)], tmp_path)
+    with subprocess.Popen(
+        resumable(script),
+        cwd=tmp_path,
+        env=environment(save_every=1000) | {"PAUSE": "0.5"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(12):
+            process.stdout.readline()
+        guard = tmp_path / "runs" / "killed_at_step" / "guard"
+        stopped = subprocess.run([sys.executable, "-m", "holdfast", "stop", str(guard)])
+        process.stdout.read()
+
+    resumed = run(resumable(script), tmp_path)
+
+    assert (stopped.returncode, process.returncode, resumed.status) == (0, 0, 0), resumed.stderr
+    assert resumed.results == plain.results
+    kinds = guard_events(tmp_path)
+    assert "steps_repeated" in kinds
+    assert "resume_may_differ" not in kinds
+
+
+@pytest.mark.slow
 def test_complete_run_is_not_started_again(tmp_path: Path) -> None:
     """A finished run ends at once with 0, and another command in its directory with 2."""
     script = write_script(tmp_path, HEAD + "\nfor batch in loader:\n    train_on(*batch)\n")

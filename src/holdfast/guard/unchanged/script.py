@@ -103,6 +103,8 @@ class Script:
         self._saves_only_between_loops = False
         # False once the script has ended, or watching has failed.
         self._is_active = True
+        # Whether the script was resumed, and the repeated steps have not all been compared yet.
+        self._is_proof_open = False
 
     # --- loops
 
@@ -424,6 +426,10 @@ class Script:
             self._guard.pass_boundary(
                 may_save=may_save and self._unsaveable is None, may_exit=may_exit
             )
+        except SystemExit:
+            # The loops that this leaves are not finished.
+            self._is_active = False
+            raise
         finally:
             # A frame refers to the iterators of its loops, which must be freed when a loop ends.
             self._boundary_frame = None
@@ -442,6 +448,14 @@ class Script:
             difference = str(failed)
         if difference is not None:
             raise resume_differs(difference)
+        self._report_proof(guard, self._log)
+
+    def _report_proof(self, guard: ScriptGuard, log: BoundaryLog) -> None:
+        """Record once if too few steps were repeated to prove a resume."""
+        if self._is_proof_open and log.is_complete:
+            self._is_proof_open = False
+            if log.equal_boundaries < LEAST_REPEATED_STEPS:
+                guard.emit(run_events.ResumeNotProven(steps=log.equal_boundaries))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the script at the boundary that is being saved."""
@@ -509,6 +523,9 @@ class Script:
             find_trained_objects(frames), frames, resume_step=replay.saved.global_step
         )
         replay.restore_variables(frame)
+        self._is_proof_open = True
+        assert self._log is not None
+        self._report_proof(guard, self._log)
         for optimizer in guard.optimizers.values():
             # Otherwise torch would warn that the scheduler steps before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -531,16 +548,7 @@ class Script:
                 resume_differs("it has ended before the loops in which its earlier attempt trained")
             )
         if self._guard is not None:
-            self._report_proof()
             self._guard.end(error)
-
-    def _report_proof(self) -> None:
-        """Record that a resume was not proven, if too few steps were repeated to be compared."""
-        assert self._guard is not None
-        if self._guard.resumed_from is None or self._log is None:
-            return
-        if self._log.equal_boundaries < LEAST_REPEATED_STEPS:
-            self._guard.emit(run_events.ResumeNotProven(steps=self._log.equal_boundaries))
 
     def end_silence(self) -> None:
         """Let output through again, because an error is about to be printed."""

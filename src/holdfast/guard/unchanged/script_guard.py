@@ -143,6 +143,7 @@ class ScriptGuard(Guard):
         self._record_stop()
         self._session.save_unsaved(self._open)
         self._session.save()
+        self._session.requests.expect_steps_after_last_save()
         self._last_step = self.global_step
         self._steps_until_stop = LEAST_REPEATED_STEPS
 
