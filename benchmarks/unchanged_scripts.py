@@ -21,6 +21,9 @@ The verdict on each kill:
 - WRONG: the run has ended with other results and without a warning. A second plain run has equal
   results; a program for which it has not is left out.
 
+A program that never calls ``optimizer.step()`` is not saved: it starts from the beginning, and is
+exact because of that.
+
 To reach: no kill is WRONG or failed.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -415,6 +416,29 @@ for epoch in range(3):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps_optimizer", [False, True])
+def test_script_without_an_optimizer_is_reported(*, steps_optimizer: bool, tmp_path: Path) -> None:
+    """The summary says whether the script was saved at all."""
+    update = "optimizer.step()" if steps_optimizer else "weight.data.add_(weight.grad, alpha=-0.1)"
+    script = write_script(
+        tmp_path,
+        HEAD
+        + f"""
+weight = model[0].weight
+for inputs, labels in loader:
+    model(inputs).square().mean().backward()
+    {update}
+""",
+    )
+    command = resumable(script)
+    command.insert(command.index("--"), "--json")
+
+    done = run(command, tmp_path)
+
+    assert json.loads(done.lines[-1])["saved"] is steps_optimizer
+
+
+@pytest.mark.slow
 def test_script_that_loads_its_own_checkpoint_is_refused(tmp_path: Path) -> None:
     """A script that skips its first epochs by itself is not made to skip them twice."""
     script = write_script(
@@ -467,6 +491,46 @@ def test_stopped_script_saves_and_continues(tmp_path: Path, plain_folder: Path) 
     assert resumed.status == 0, resumed.stderr
     assert resumed.results == plain.results
     assert "steps_repeated" in guard_events(tmp_path)
+
+
+@pytest.mark.slow
+def test_script_is_stopped_from_outside(tmp_path: Path) -> None:
+    """`holdfast stop` lets the script save, and the same command continues it."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+import os, time
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+        print("step", flush=True)
+print("digest", digest(model))
+""",
+    )
+    plain = run([sys.executable, KILLED_AT_STEP, str(script)], tmp_path)
+    with subprocess.Popen(
+        resumable(script),
+        cwd=tmp_path,
+        env=environment(save_every=1000) | {"PAUSE": "0.5"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(12):
+            process.stdout.readline()
+        guard = tmp_path / "runs" / "killed_at_step" / "guard"
+        stopped = subprocess.run([sys.executable, "-m", "holdfast", "stop", str(guard)])
+        process.stdout.read()
+
+    resumed = run(resumable(script), tmp_path)
+
+    assert (stopped.returncode, process.returncode, resumed.status) == (0, 0, 0), resumed.stderr
+    assert resumed.results == plain.results
+    kinds = guard_events(tmp_path)
+    assert "steps_repeated" in kinds
+    assert "resume_may_differ" not in kinds
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.standard_streams import write_to_stderr_within
+from holdfast.recorder.run_files import GUARD_FOLDER
 from holdfast.supervise.launch.commands import CommandError, find_program
 from holdfast.supervise.launch.run_folder import choose_folder, is_complete
 from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
@@ -98,11 +99,11 @@ def supervise(
         sys.exit(error.status if isinstance(error, CommandError) else _WRONG_USE)
     if not quiet:
         supervisor.begin_line(_STDERR)
-        _print_outcome(outcome)
+        _print_outcome(outcome, resume=resume)
     if as_json:
         from holdfast.cli.output import print_json
 
-        summary = {
+        summary: dict[str, Any] = {
             "run": str(outcome.run_path),
             "exit_code": outcome.exit_code,
             "attempts": outcome.attempts,
@@ -110,6 +111,8 @@ def supervise(
             "why_stopped": outcome.why,
             "verdict": outcome.verdict.as_json(),
         }
+        if resume:
+            summary["saved"] = _was_saved(outcome)
         # A closed pipe must not change the exit code.
         with contextlib.suppress(OSError, SystemExit):
             print_json(summary, indent=None)
@@ -131,8 +134,13 @@ def _print_complete(run_path: Path, *, quiet: bool, as_json: bool) -> None:
         print_json(summary, indent=None)
 
 
-def _print_outcome(outcome: RunOutcome) -> None:
-    """Print the verdict, a summary of the run, and the `holdfast explain` command for details."""
+def _print_outcome(outcome: RunOutcome, *, resume: bool) -> None:
+    """Print the verdict, a summary of the run, and the `holdfast explain` command for details.
+
+    Args:
+        outcome: The outcome of the run.
+        resume: Whether the script was to be saved.
+    """
     from holdfast.core.text import counted, duration
 
     attempts = counted(outcome.attempts, "attempt")
@@ -142,12 +150,19 @@ def _print_outcome(outcome: RunOutcome) -> None:
         f"{attempts} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run_path}",
         f"holdfast explain {shlex.quote(run_path)}",
     ]
+    if resume and not _was_saved(outcome):
+        lines.append("nothing was saved, because the script has not stepped a torch optimizer")
     # A pipe that is closed, or that nobody reads, must neither change the exit code nor delay it
     # for long. The verdict is also in the run directory.
     text = "".join(f"holdfast: {line}\n" for line in lines)
     if not write_to_stderr_within(text, _PATIENCE_SECONDS):
         # Python flushes stderr again at exit, which must not fail or block either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
+
+
+def _was_saved(outcome: RunOutcome) -> bool:
+    """Return whether a guard has saved the script, at least in an earlier attempt."""
+    return (outcome.run_path / GUARD_FOLDER).exists()
 
 
 def _describe_verdict(outcome: RunOutcome) -> str:

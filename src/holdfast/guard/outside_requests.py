@@ -56,6 +56,8 @@ class OutsideRequests:
         self._polled_at = clock.monotonic_seconds()
         # The requests to stop that are answered when the run is closed.
         self._stops: list[Request] = []
+        # Whether the run takes steps after its last save on purpose.
+        self._steps_follow_last_save = False
 
     def open(self) -> None:
         """Remove the requests that earlier processes have left. The directory must be locked."""
@@ -89,12 +91,18 @@ class OutsideRequests:
         else:
             self._saving.request(lambda entry, problem: self._answer(request, entry, problem))
 
+    def expect_steps_after_last_save(self) -> None:
+        """Record that the run saves now and will take a few more steps before it ends."""
+        self._steps_follow_last_save = True
+
     def close(self) -> None:
         """Answer all open requests. The last save has ended, and the directory is still locked."""
         self._saving.end_requests()
         problem = None
         if self._saving.has_unsaved:
-            problem = self._saving.newest_failure or "the newest state is in no checkpoint"
+            problem = self._saving.newest_failure
+            if problem is None and not self._steps_follow_last_save:
+                problem = "the newest state is in no checkpoint"
         for request in self._stops:
             self._answer(request, self._saving.newest, problem)
         self._stops = []

@@ -23,6 +23,8 @@ SUPERVISOR_FOLDER = "supervisor"
 LOST_FILE = "lost.json"
 PROCESSES_FOLDER = "processes"
 HOSTS_FOLDER = "hosts"
+# The run directory of the guard that saves an unchanged script.
+GUARD_FOLDER = "guard"
 STACKS_FOLDER = "stacks"
 PROCESS_FILE = "process.json"
 BOARD_FILE = "progress.board"

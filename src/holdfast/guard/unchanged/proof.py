@@ -141,6 +141,11 @@ class BoundaryLog:
         # The number of boundaries that were compared and are equal.
         self.equal_boundaries = 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether no recorded boundary is left to be compared."""
+        return not self._expected
+
     def _read(self) -> dict[int, dict[str, Any]]:
         """Return the recorded boundaries by global step.
 

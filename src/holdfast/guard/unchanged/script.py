@@ -118,6 +118,8 @@ class Script:
         self._saves_only_between_loops = False
         # False once the script has ended, or watching has failed.
         self._is_active = True
+        # Whether the script was resumed, and not all recorded steps have been repeated yet.
+        self._is_proof_open = False
 
     # --- loops
 
@@ -440,6 +442,11 @@ class Script:
             self._guard.pass_boundary(
                 may_save=may_save and self._unsaveable is None, may_exit=may_exit
             )
+        except SystemExit:
+            # This exception leaves loops that are not finished, and they must not be recorded as
+            # finished loops.
+            self._is_active = False
+            raise
         finally:
             self._boundary = None
 
@@ -459,6 +466,14 @@ class Script:
             difference = str(failed)
         if difference is not None:
             raise resume_differs(difference)
+        self._report_proof(guard, self._log)
+
+    def _report_proof(self, guard: ScriptGuard, log: BoundaryLog) -> None:
+        """Record that a resume is not proven, once too few recorded steps were left to repeat."""
+        if self._is_proof_open and log.is_complete:
+            self._is_proof_open = False
+            if log.equal_boundaries < LEAST_REPEATED_STEPS:
+                guard.emit(run_events.ResumeNotProven(steps=log.equal_boundaries))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the script at the boundary that is being saved."""
@@ -527,6 +542,9 @@ class Script:
             find_trained_objects(frames), frames, resume_step=replay.saved.global_step
         )
         replay.restore_variables(frame)
+        self._is_proof_open = True
+        assert self._log is not None
+        self._report_proof(guard, self._log)
         for optimizer in guard.optimizers.values():
             # Otherwise torch would warn at the next scheduler step that no optimizer step came
             # first, because the steps were made in the earlier attempt.
@@ -550,16 +568,7 @@ class Script:
                 resume_differs("it has ended before the loops in which its earlier attempt trained")
             )
         if self._guard is not None:
-            self._report_proof()
             self._guard.end(error)
-
-    def _report_proof(self) -> None:
-        """Record that a resume was not proven if too few steps were repeated."""
-        assert self._guard is not None
-        if self._guard.resumed_from is None or self._log is None:
-            return
-        if self._log.equal_boundaries < LEAST_REPEATED_STEPS:
-            self._guard.emit(run_events.ResumeNotProven(steps=self._log.equal_boundaries))
 
     def end_silence(self) -> None:
         """Stop discarding the script's output, for example because an error will be printed."""
@@ -572,10 +581,7 @@ class Script:
         Args:
             why: The reason, as a clause.
         """
-        # A process that exits on a stop request also leaves its loops by an exception.
-        if self._guard is None or not self._guard.is_open:
-            return
-        if self._unsaveable is None:
+        if self._unsaveable is None and self._guard is not None:
             self._unsaveable = why
             self._guard.emit(
                 run_events.ResumeMayDiffer(why=f"none for the rest of the run, because {why}")

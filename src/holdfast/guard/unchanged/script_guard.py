@@ -71,11 +71,6 @@ class ScriptGuard(Guard):
         return self._session.restoration.resume(self._resume_step, reports_settings=False)
 
     @property
-    def is_open(self) -> bool:
-        """Return whether the run is open. It is closed once the process is about to exit."""
-        return self._session.is_open
-
-    @property
     def devices(self) -> list[torch.device]:
         """Return the accelerators of the models."""
         return list(self._parts.devices())
@@ -150,6 +145,7 @@ class ScriptGuard(Guard):
         self._record_stop()
         self._session.save_unsaved(self._open)
         self._session.save()
+        self._session.requests.expect_steps_after_last_save()
         self._exit_step = self.global_step + LEAST_REPEATED_STEPS
 
     def end(self, error: BaseException | None) -> None:

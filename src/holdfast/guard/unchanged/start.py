@@ -18,12 +18,10 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 
 from holdfast.core.events.data import EventData
+from holdfast.recorder.run_files import GUARD_FOLDER
 
 if TYPE_CHECKING:
     from holdfast.guard.unchanged.script import Script
-
-# The guard's run directory in the directory of the supervised run.
-GUARD_FOLDER = "guard"
 
 
 def start(

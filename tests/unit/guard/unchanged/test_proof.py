@@ -30,6 +30,7 @@ def test_equal_boundaries_are_counted(tmp_path: Path) -> None:
     assert resumed.note(5, boundary()) is None
     assert resumed.note(6, boundary(value=2.0)) is None
     assert resumed.equal_boundaries == 1
+    assert resumed.is_complete
 
 
 @pytest.mark.parametrize(
