@@ -65,8 +65,9 @@ def test_a_stopped_container_exits_with_the_code_that_starts_a_new_pod(tmp_path:
     assert pod.stdout.readline() == "resumed at 0\n"
     assert pod.stdout.readline() == "step\n"
     pod.send_signal(signal.SIGTERM)
-    steps_of_first_pod = 1 + pod.communicate(timeout=300)[0].count("step")
-    assert [pod.returncode] == codes
+    # `communicate` would lose lines that `readline` has read ahead.
+    steps_of_first_pod = 1 + pod.stdout.read().count("step")
+    assert [pod.wait(timeout=300)] == codes
 
     completed = start(steps_of_first_pod + 1)
     printed, _ = completed.communicate(timeout=300)
