@@ -60,14 +60,14 @@ def test_a_stopped_container_exits_with_the_code_that_starts_a_new_pod(tmp_path:
             text=True,
         )
 
-    pod = start(10**9)
-    assert pod.stdout is not None
-    assert pod.stdout.readline() == "resumed at 0\n"
-    assert pod.stdout.readline() == "step\n"
-    pod.send_signal(signal.SIGTERM)
-    # `communicate` would lose lines that `readline` has read ahead.
-    steps_of_first_pod = 1 + pod.stdout.read().count("step")
-    assert [pod.wait(timeout=300)] == codes
+    with start(10**9) as pod:
+        assert pod.stdout is not None
+        assert pod.stdout.readline() == "resumed at 0\n"
+        assert pod.stdout.readline() == "step\n"
+        pod.send_signal(signal.SIGTERM)
+        # `communicate` would lose lines that `readline` has read ahead.
+        steps_of_first_pod = 1 + pod.stdout.read().count("step")
+    assert [pod.returncode] == codes
 
     completed = start(steps_of_first_pod + 1)
     printed, _ = completed.communicate(timeout=300)
