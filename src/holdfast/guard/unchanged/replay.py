@@ -6,7 +6,10 @@ that the earlier attempt has finished with are skipped.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FrameType
+
+from torch import nn
 
 from holdfast.guard.unchanged.gap_weights import GapWeights
 from holdfast.guard.unchanged.loop_places import find_counters, is_in_generator
@@ -80,12 +83,15 @@ class Replay:
         else:
             frames = frames_of_script(frame)
             VariableReader().restore(recorded.variables, frames)
+            restore(recorded.random_state)
             self._weights.load(len(self.finished), find_trained_objects(frames).models)
         return True
 
     def note_finished(self) -> None:
         """Record that a loop that had to be run again has ended."""
-        self.finished.append(self.saved.finished[len(self.finished)])
+        recorded = self.saved.finished[len(self.finished)]
+        self.finished.append(recorded)
+        restore(recorded.random_state)
 
     def _restore_counters(self, iterator: LoopIterator, frame: FrameType) -> None:
         """Let the ``enumerate`` objects around a loop continue with the next number."""
@@ -118,10 +124,18 @@ class Replay:
         loop.handed_out = current.batches
         loop.before_last = current.before_last
 
-    def restore_variables(self, frame: FrameType) -> None:
-        """Restore the variables of the script and the random state, and end the silence."""
+    def restore_variables(
+        self, frame: FrameType, held: frozenset[int], models: Iterable[nn.Module]
+    ) -> None:
+        """Restore the variables of the script and the random state, and end the silence.
+
+        Args:
+            frame: The innermost frame of the script.
+            held: The objects that the guard saves.
+            models: Its models.
+        """
         self.end_silence()
-        VariableReader().restore(self.saved.variables, frames_of_script(frame))
+        VariableReader(held, models).restore(self.saved.variables, frames_of_script(frame))
         restore(self.saved.random_state)
 
     def end_silence(self) -> None:

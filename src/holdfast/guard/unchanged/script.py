@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events import run_events
@@ -128,6 +128,7 @@ class Script:
             loader=loader,
             start=start,
             batches=None if is_replayed else self._start_iterator(loader),
+            length=_length_of(loader),
             created_at=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
         )
         self._loops.append(loop)
@@ -198,7 +199,10 @@ class Script:
     def _before_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Handle the request for a batch of the outermost loop."""
         if loop.place is not None:
-            if self._guard is not None:
+            # At its end, the loop assigns no further values to its targets, which the code after it
+            # may use. So that boundary belongs to the end, where the targets are saved.
+            is_at_end = loop.handed_out == loop.length and not is_in_generator(frame)
+            if self._guard is not None and not is_at_end:
                 self._pass_boundary(loop, iterator, frame)
             return
         loop.place = find_place(frame)
@@ -234,6 +238,7 @@ class Script:
 
     def _finish(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> None:
         loop.is_finished = True
+        last_batch = loop.last_batch
         loop.last_batch = None
         is_outermost = self._loops[:1] == [loop]
         self._loops = [other for other in self._loops if other is not loop]
@@ -263,6 +268,7 @@ class Script:
                 function=loop.place.function,
                 enclosing=loop.enclosing,
                 variables=variables,
+                random_state=capture(self._devices()),
             )
         )
         if self._objects is not None and loop.has_steps:
@@ -271,7 +277,9 @@ class Script:
             # If a generator passes the batches on, the loop of the script continues.
             self._boundary_counters = loop.counters if is_in_generator(frame) else []
             may_save = self._has_stepped and self._boundary_counters is not None
-            self._save_if_due(None, frame, may_save=may_save, may_exit=is_exhausted)
+            self._save_if_due(
+                None, frame, batch=last_batch, may_save=may_save, may_exit=is_exhausted
+            )
 
     def _ends_like_its_for_statement(
         self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool
@@ -379,7 +387,7 @@ class Script:
                 self._search_counters(loop, iterator, frame)
             may_save = loop.counters is not None
         self._boundary_counters = loop.counters
-        self._save_if_due(loop, frame, may_save=may_save)
+        self._save_if_due(loop, frame, batch=loop.last_batch, may_save=may_save)
 
     def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Find out whether a loop can be resumed in its middle."""
@@ -403,6 +411,7 @@ class Script:
         loop: Loop | None,
         frame: FrameType,
         *,
+        batch: Any,
         may_save: bool,
         may_exit: bool = True,
     ) -> None:
@@ -411,13 +420,14 @@ class Script:
         Args:
             loop: The loop in whose middle the boundary is. None between two loops.
             frame: The innermost frame of the script.
+            batch: The last batch of the loop.
             may_save: Whether the script can be resumed from this boundary.
             may_exit: Whether the process may exit here.
         """
         assert self._guard is not None
         if self._has_stepped:
             self._has_stepped = False
-            self._compare(self._guard, frame, None if loop is None else loop.last_batch)
+            self._compare(self._guard, frame, batch)
         self._boundary_frame = frame
         self._boundary_loop = loop
         try:
@@ -462,7 +472,8 @@ class Script:
                 batches=loop.handed_out,
                 before_last=loop.before_last,
             )
-            if frames and frames[0].f_code is loop.place.code:
+            has_more = loop.length is not None and loop.handed_out < loop.length
+            if has_more and frames and frames[0].f_code is loop.place.code:
                 assigned = targets_of_loop(loop.place.code, loop.place.offset)
         saved = SavedScript(
             argv=sys.orig_argv,
@@ -508,7 +519,8 @@ class Script:
         guard = self._create_guard(
             find_trained_objects(frames), frames, resume_step=replay.saved.global_step
         )
-        replay.restore_variables(frame)
+        assert self._objects is not None
+        replay.restore_variables(frame, self._held, self._objects.models.values())
         for optimizer in guard.optimizers.values():
             # Otherwise torch would warn that the scheduler steps before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -565,6 +577,16 @@ class Script:
     def _end(self, error: HoldfastError) -> Any:
         self.end_silence()
         end_process(error, self._emit)
+
+
+def _length_of(loader: DataLoader[Any]) -> int | None:
+    """Return the number of batches of a loader, or None if it is known only at the end."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001 - the script need not ever ask for the length of its sampler
+        return None
 
 
 def _loop_variables(frame: FrameType) -> dict[str, Any]:
