@@ -32,6 +32,8 @@ class Loop:
     batches: Iterator[Any] | None
     # The file and line in which the script called ``iter`` or began the ``for`` statement.
     created_at: str
+    # The number of its batches. None if that is known only at the end.
+    length: int | None = None
     # The statement that requests the batches. None before the first request.
     place: LoopPlace | None = None
     # The targets of the enclosing ``for`` statements when the loop began.

@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 
 from holdfast.guard.unchanged.refusal import cannot_be_saved
 from holdfast.guard.unchanged.stack import is_module_level
-from holdfast.guard.unchanged.variable_kinds import CONTAINERS, MAPPINGS, has_type, kind_of
+from holdfast.guard.unchanged.variable_kinds import (
+    CONTAINERS,
+    MAPPINGS,
+    attributes_of_object,
+    has_type,
+    kind_of,
+)
 from holdfast.guard.unchanged.variables import namespaces
 
 # The number of attributes and containers that the search follows from a variable to an object.
@@ -150,7 +156,7 @@ def _parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
     if type(value) in CONTAINERS and len(value) <= _MAX_ENTRIES:
         return [(f"{name}_{number}", item) for number, item in enumerate(value)]
     if kind_of(value) == "object":
-        return list(vars(value).items())
+        return list(attributes_of_object(value).items())
     if kind_of(value) == "module":
         own = vars(nn.Module())
         return [(key, item) for key, item in vars(value).items() if key not in own]

@@ -6,7 +6,10 @@ that the earlier attempt had trained on.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FrameType
+
+from torch import nn
 
 from holdfast.guard.unchanged.gap_weights import GapWeights
 from holdfast.guard.unchanged.loop_places import find_counters, is_in_generator
@@ -82,12 +85,15 @@ class Replay:
         else:
             frames = frames_of_script(frame)
             VariableReader().restore(recorded.variables, frames)
+            restore(recorded.random_state)
             self._weights.load(len(self.finished), find_trained_objects(frames).models)
         return True
 
     def note_finished(self) -> None:
         """Record that a loop that had to be run again has ended."""
-        self.finished.append(self.saved.finished[len(self.finished)])
+        recorded = self.saved.finished[len(self.finished)]
+        self.finished.append(recorded)
+        restore(recorded.random_state)
 
     def _restore_counters(self, iterator: LoopIterator, frame: FrameType) -> None:
         """Set the ``enumerate`` objects around a loop to the numbers that they had reached."""
@@ -124,14 +130,18 @@ class Replay:
         loop.batch_count = current.batches
         loop.before_last = current.before_last
 
-    def restore_variables(self, frame: FrameType) -> None:
+    def restore_variables(
+        self, frame: FrameType, guarded_ids: frozenset[int], models: Iterable[nn.Module]
+    ) -> None:
         """Restore the variables of the script and the random state.
 
         Args:
             frame: The frame that requests the batch.
+            guarded_ids: The `id` of each object that the guard saves.
+            models: Its models.
         """
         self.end_silence()
-        VariableReader().restore(self.saved.variables, frames_of_script(frame))
+        VariableReader(guarded_ids, models).restore(self.saved.variables, frames_of_script(frame))
         restore(self.saved.random_state)
 
     def end_silence(self) -> None:

@@ -32,6 +32,9 @@ class FinishedLoop:
     # The variables of the script after the loop. None if the loop must be run again, because it is
     # not a `for` statement, or was left in another way than by exhaustion or `break`.
     variables: dict[str, Tree] | None
+    # The random state after the loop. The code that follows may draw from it, for example to choose
+    # the samples of the next epoch.
+    random_state: RandomState
 
     def to_tree(self) -> dict[str, Any]:
         """Return the loop in a form that a checkpoint can store."""
@@ -40,7 +43,19 @@ class FinishedLoop:
             "function": self.function,
             "enclosing": self.enclosing,
             "variables": self.variables,
+            "random_state": self.random_state.to_tree(),
         }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> FinishedLoop:
+        """Convert the result of `to_tree` back."""
+        return cls(
+            place=tree["place"],
+            function=tree["function"],
+            enclosing=tree["enclosing"],
+            variables=tree["variables"],
+            random_state=RandomState.from_tree(tree["random_state"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +161,7 @@ class SavedScript:
         current = tree["current"]
         return cls(
             argv=tree["argv"],
-            finished=[FinishedLoop(**loop) for loop in tree["finished"]],
+            finished=[FinishedLoop.from_tree(loop) for loop in tree["finished"]],
             current=None if current is None else CurrentLoop.from_tree(current),
             counters=tree["counters"],
             variables=tree["variables"],

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events import run_events
@@ -69,6 +69,8 @@ class Boundary:
     # The `enumerate` objects around the loop that is running, or that has just ended inside a
     # generator of the script. None if the script cannot be resumed from here.
     counters: list[Counter] | None
+    # The last batch of the loop.
+    batch: Any
 
 
 class Script:
@@ -146,6 +148,7 @@ class Script:
             loader=loader,
             start=start,
             batches=None if is_replayed else self._start_iterator(loader),
+            length=_length_of(loader),
             created_at=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
         )
         self._loops.append(loop)
@@ -220,7 +223,10 @@ class Script:
     def _before_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
         """Handle the request for a batch of the outermost loop."""
         if loop.place is not None:
-            if self._guard is not None:
+            # At its end, the loop assigns no further values to its targets, which the code after it
+            # may use. So that boundary belongs to the end, where the targets are saved.
+            is_at_end = loop.batch_count == loop.length and not is_in_generator(frame)
+            if self._guard is not None and not is_at_end:
                 self._pass_boundary_in(loop, iterator, frame)
             return
         loop.place = find_place(frame)
@@ -257,6 +263,7 @@ class Script:
 
     def _finish(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> None:
         loop.is_finished = True
+        last_batch = loop.last_batch
         loop.last_batch = None
         is_outermost = self._loops[:1] == [loop]
         self._loops = [other for other in self._loops if other is not loop]
@@ -286,6 +293,7 @@ class Script:
                 function=loop.place.function,
                 enclosing=loop.enclosing,
                 variables=variables,
+                random_state=capture(self._devices()),
             )
         )
         if self._objects is not None and loop.has_steps:
@@ -294,7 +302,7 @@ class Script:
             # If a generator passes the batches on, the script's own loop over it continues.
             counters = loop.counters if is_in_generator(frame) else []
             self._pass_boundary(
-                Boundary(frame=frame, loop=None, counters=counters),
+                Boundary(frame=frame, loop=None, counters=counters, batch=last_batch),
                 may_save=self._has_stepped and counters is not None,
                 may_exit=is_exhausted,
             )
@@ -405,7 +413,7 @@ class Script:
             if not loop.has_searched_counters:
                 self._search_counters(loop, iterator, frame)
             may_save = loop.counters is not None
-        boundary = Boundary(frame=frame, loop=loop, counters=loop.counters)
+        boundary = Boundary(frame=frame, loop=loop, counters=loop.counters, batch=loop.last_batch)
         self._pass_boundary(boundary, may_save=may_save)
 
     def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
@@ -455,7 +463,7 @@ class Script:
         if self._log is None:
             return
         description = describe_boundary(
-            None if boundary.loop is None else boundary.loop.last_batch,
+            boundary.batch,
             capture(guard.devices),
             guard.optimizers,
             _loop_variables(boundary.frame),
@@ -495,7 +503,8 @@ class Script:
                 batches=loop.batch_count,
                 before_last=loop.before_last,
             )
-            if frames and frames[0].f_code is loop.place.code:
+            has_more = loop.length is not None and loop.batch_count < loop.length
+            if has_more and frames and frames[0].f_code is loop.place.code:
                 targets = targets_of_loop(loop.place.code, loop.place.offset)
         saved = SavedScript(
             argv=sys.orig_argv,
@@ -541,7 +550,8 @@ class Script:
         guard = self._create_guard(
             find_trained_objects(frames), frames, resume_step=replay.saved.global_step
         )
-        replay.restore_variables(frame)
+        assert self._objects is not None
+        replay.restore_variables(frame, guard.guarded_ids, self._objects.models.values())
         self._is_proof_open = True
         assert self._log is not None
         self._report_proof(guard, self._log)
@@ -602,6 +612,16 @@ class Script:
     def _end_process(self, error: HoldfastError) -> NoReturn:
         self.end_silence()
         end_process(error, self._emit)
+
+
+def _length_of(loader: DataLoader[Any]) -> int | None:
+    """Return the number of batches of a loader, or None if it is known only at the end."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001 - the script need not ever ask for the length of its sampler
+        return None
 
 
 def _loop_variables(frame: FrameType) -> dict[str, Any]:

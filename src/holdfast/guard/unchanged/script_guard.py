@@ -15,6 +15,7 @@ from holdfast.guard.guard import Guard
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.restoration import is_deterministic
 from holdfast.guard.unchanged.saved_script import LEAST_REPEATED_STEPS
+from holdfast.guard.unchanged.variables import storage_address
 
 
 class _NoRecovery(Recovery):
@@ -82,12 +83,17 @@ class ScriptGuard(Guard):
 
     @property
     def guarded_ids(self) -> frozenset[int]:
-        """Return the `id` of each object whose state this guard saves itself."""
+        """Return the `id` of each object that this guard saves itself, and of its storage.
+
+        The `id` of a tensor and the address of its contents differ, so one set can hold both.
+        """
         ids = {id(optimizer) for optimizer in self._parts.optimizers.values()}
         for model in self._parts.models.values():
             ids.update(map(id, model.modules()))
-            ids.update(map(id, model.parameters()))
-            ids.update(map(id, model.buffers()))
+            tensors = [*model.parameters(), *model.buffers()]
+            ids.update(map(id, tensors))
+            addresses = map(storage_address, tensors)
+            ids.update(address for address in addresses if address is not None)
         return frozenset(ids)
 
     @property

@@ -5,8 +5,11 @@ are saved as they are. Anything else is a list that begins with its kind:
 
 ``["list", id, items]``                 likewise ``"tuple"``, ``"set"`` and ``"frozenset"``
 ``["deque", id, items, maxlen]``
-``["dict", id, entries, type]``         pairs of a key and a value; `type` is the name of a mapping
-                                        type, such as ``"Counter"``
+``["dict", id, entries, type, factory]``
+                                        pairs of a key and a value; `type` is the name of a mapping
+                                        type, such as ``"Counter"``, and `factory` is the class that
+                                        a defaultdict calls, or None
+``["namedtuple", id, class, items]``    an instance of a `NamedTuple` of the script
 ``["object", id, class, attributes, items]``
                                         an instance of a class of the script; `items` is None unless
                                         the class is derived from dict or list
@@ -16,7 +19,10 @@ are saved as they are. Anything else is a list that begins with its kind:
 ``["array", id, array]``                a NumPy array
 ``["number", value]``                   a complex number, bytes, a NumPy number, a path, a dtype
 ``["generator", state]``                a random generator
-``["module", attributes, state]``       a torch module; `state` is None if the guard saves it
+``["module", id, class, attributes, state]``
+                                        a torch module; `state` is None if the guard saves it
+``["function", id, attributes, closure, defaults]``
+                                        a function of the script with variables of its own
 ``["stateful", class, state]``          any other object with a ``state_dict``
 ``["loader", states, samplers]``        the random generators and samplers of a loader
 ``["same", id]``                        an object that occurred before
@@ -29,9 +35,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import inspect
 import types
+from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -41,7 +51,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from holdfast.checkpoint.codec import Encoder
 from holdfast.core.errors import CheckpointError
-from holdfast.guard.unchanged.stack import is_script_class
+from holdfast.guard.unchanged.stack import is_script_class, is_script_file
 from holdfast.loader.random_state import GENERATOR_TYPES
 
 # A saved variable.
@@ -103,6 +113,8 @@ def is_container(value: Any) -> bool:
 
 
 def _kind_of_object(value: Any) -> str:
+    if has_type(value, FunctionType):
+        return "function" if has_variables(value) else "omitted"
     for classes, kind in _KINDS_OF_OBJECTS:
         if has_type(value, classes):
             return kind
@@ -111,8 +123,10 @@ def _kind_of_object(value: Any) -> str:
         if not is_script_class(cls):
             return "omitted"
         return "class" if cls is value else "enum"
+    if has_type(value, tuple) and hasattr(type(value), "_fields"):
+        return "namedtuple" if is_script_class(type(value)) else "omitted"
     if type(value) in _PLAIN_CLASSES or is_script_class(type(value)):
-        return "object" if _has_attributes(value) else "omitted"
+        return "object"
     # The class is asked, because reading attributes of the object may run its code.
     has_state_dict = callable(getattr(type(value), "state_dict", None))
     if has_state_dict and hasattr(type(value), "load_state_dict"):
@@ -120,11 +134,48 @@ def _kind_of_object(value: Any) -> str:
     return "omitted"
 
 
-def _has_attributes(value: Any) -> bool:
-    """Return whether an object has a dict of attributes, unlike an instance with ``__slots__``."""
+def attributes_of_object(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in its dict and in its slots."""
+    attributes = {
+        name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)
+    }
+    # If all attributes are in slots, the object has no dict.
+    with suppress(TypeError):
+        attributes |= vars(value)
+    return attributes
+
+
+def slots_of(cls: type) -> Iterator[str]:
+    """Yield the names of the slots of a class of the script."""
+    for base in cls.__mro__:
+        for name, member in vars(base).items():
+            if inspect.ismemberdescriptor(member) and is_script_class(base):
+                yield name
+
+
+def has_variables(function: FunctionType) -> bool:
+    """Return whether a function of the script has attributes, a closure or mutable defaults."""
+    if not is_script_file(inspect.unwrap(function).__code__.co_filename):
+        return False
+    defaults = function.__defaults__ or ()
+    return bool(
+        vars(function) or variables_of_closure(function) or any(map(is_container, defaults))
+    )
+
+
+def variables_of_closure(function: FunctionType) -> dict[str, types.CellType]:
+    """Return the variables of enclosing functions that a function of the script uses, by name."""
+    if not is_script_file(function.__code__.co_filename):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if _has_contents(cell)}
+
+
+def _has_contents(cell: types.CellType) -> bool:
     try:
-        vars(value)
-    except TypeError:
+        _ = cell.cell_contents
+    except ValueError:
+        # The variable has no value yet.
         return False
     return True
 
@@ -154,8 +205,13 @@ def attributes_of_class(cls: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(cls).items()
-        if not name.startswith("__") and (type(value) in SCALARS or is_container(value))
+        if not name.startswith("__") and (type(value) in SCALARS or _is_data_of_class(value))
     }
+
+
+def _is_data_of_class(value: Any) -> bool:
+    kinds = ("tensor", "array", "number", "object", "namedtuple")
+    return is_container(value) or kind_of(value) in kinds
 
 
 def can_be_stored(state: Any) -> bool:

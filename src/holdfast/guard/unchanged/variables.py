@@ -8,6 +8,7 @@ refer to them too. ``variable_kinds`` determines what is saved.
 from __future__ import annotations
 
 import collections
+import copy
 import importlib
 import random
 import zlib
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.guard.scheduler_state import load_state, state_of
 from holdfast.guard.state.trees import copied
+from holdfast.guard.unchanged.refusal import resume_differs
 from holdfast.guard.unchanged.stack import (
     is_module_level,
     is_script_class,
@@ -35,10 +37,14 @@ from holdfast.guard.unchanged.variable_kinds import (
     Tree,
     attributes_of_class,
     attributes_of_module,
+    attributes_of_object,
     can_be_stored,
     class_name,
     has_type,
+    has_variables,
     kind_of,
+    slots_of,
+    variables_of_closure,
 )
 from holdfast.loader.foreign.carried_state import sources_of_state
 from holdfast.loader.random_state import GENERATOR_TYPES
@@ -52,9 +58,17 @@ _OWN_NAMES_OF_MODULES = frozenset(
 # The size up to which an intermediate result, such as the output of the model, is saved. The next
 # step computes it again, so a large one is not worth saving.
 _MOST_BYTES_OF_RESULT = 1 << 20
-_MAPPINGS_BY_NAME: dict[str, Any] = {cls.__name__: cls for cls in MAPPINGS}
 # Stands for a variable, an item or an attribute that does not exist.
 _MISSING = object()
+# The kinds of saved values whose second entry is their number, and that are restored in place.
+_RESTORED_IN_PLACE = frozenset({"list", "deque", "set", "dict", "object", "tensor", "array"})
+# On an accelerator, a checksum adds up this number of bytes at once.
+_BYTES_OF_CHECKSUM_ROW = 4096
+# Classes of Python that a `defaultdict` often calls for a new entry.
+_FACTORIES = {
+    class_name(cls): cls
+    for cls in (int, float, bool, str, list, dict, set, tuple, *MAPPINGS, collections.deque)
+}
 
 
 def namespaces(frames: Iterable[FrameType]) -> dict[str, dict[str, Any]]:
@@ -92,15 +106,15 @@ class LargeData:
     def __init__(self) -> None:
         # True while training begins. Large data that a `VariableWriter` finds then is recorded.
         self.is_recording = False
-        # The version counter of each large tensor, and the checksum of each large array, by `id`.
-        # The objects are kept alive so that their ids are not reused.
-        self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
+        # The version counter and checksum of each large tensor, and the checksum of each large
+        # array, by `id`. The objects are kept alive so that their ids are not reused.
+        self._tensors: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._arrays: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
 
     def _record(self, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
             if not value.requires_grad and not value.is_inference():
-                self._tensors[id(value)] = (value, value._version)
+                self._tensors[id(value)] = (value, value._version, _checksum_of_tensor(value))
         elif isinstance(value, np.ndarray) and value.nbytes > SMALL_BYTES:
             self._arrays[id(value)] = (value, _checksum(value))
 
@@ -109,7 +123,9 @@ class LargeData:
         if self.is_recording:
             self._record(value)
         if id(value) in self._tensors:
-            return bool(value._version == self._tensors[id(value)][1])
+            _, version, checksum = self._tensors[id(value)]
+            # A change through `value.data` or a NumPy array leaves the version counter as it is.
+            return bool(value._version == version) and _checksum_of_tensor(value) == checksum
         if id(value) in self._arrays:
             return _checksum(value) == self._arrays[id(value)][1]
         return False
@@ -117,6 +133,20 @@ class LargeData:
 
 def _checksum(array: np.ndarray[Any, Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def _checksum_of_tensor(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return 0
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if content.device.type == "cpu":
+        return zlib.crc32(content.numpy().data)
+    # The sums of rows are weighted by their position, so that an exchange of rows is noticed.
+    row = min(content.numel(), _BYTES_OF_CHECKSUM_ROW)
+    rows = content[: content.numel() // row * row].view(-1, row).sum(1, dtype=torch.int64)
+    weights = torch.arange(1, rows.numel() + 1, device=rows.device)
+    rest = content[rows.numel() * row :].sum(dtype=torch.int64)
+    return int((rows * weights).sum() + rest)
 
 
 class VariableWriter:
@@ -168,9 +198,7 @@ class VariableWriter:
         return {
             name: self.tree_of(value)
             for name, value in list(variables.items())
-            if name not in _OWN_NAMES_OF_MODULES
-            and name not in omitted
-            and not has_type(value, (FunctionType, ModuleType))
+            if name not in _OWN_NAMES_OF_MODULES and name not in omitted and _is_saved(value)
         }
 
     def tree_of(self, value: Any) -> Tree:
@@ -199,7 +227,7 @@ class VariableWriter:
             if not all(_is_key(key) for key in value):
                 return _omitted(value)
             entries = [[_key(key), self.tree_of(item)] for key, item in value.items()]
-            return ["dict", number, entries, kind]
+            return ["dict", number, entries, kind, _name_of_factory(value)]
         if {type(item) for item in value} <= set(SCALARS):
             # This is fast for a long list of numbers, such as a history of losses.
             items = list(value)
@@ -216,7 +244,27 @@ class VariableWriter:
             items = self._container(dict(value), number)
         elif has_type(value, list):
             items = self._container(list(value), number)
-        return ["object", number, class_name(type(value)), self._attributes(vars(value)), items]
+        attributes = self._attributes(attributes_of_object(value))
+        return ["object", number, class_name(type(value)), attributes, items]
+
+    def _namedtuple(self, value: Any, number: int) -> Tree:
+        return [
+            "namedtuple",
+            number,
+            class_name(type(value)),
+            [self.tree_of(item) for item in value],
+        ]
+
+    def _function(self, value: FunctionType, number: int) -> Tree:
+        closure = {name: cell.cell_contents for name, cell in variables_of_closure(value).items()}
+        defaults = [self.tree_of(item) for item in value.__defaults__ or ()]
+        return [
+            "function",
+            number,
+            self._attributes(vars(value)),
+            self._attributes(closure),
+            defaults,
+        ]
 
     def _class(self, value: type, number: int) -> Tree:
         return ["class", number, class_name(value), self._attributes(attributes_of_class(value))]
@@ -225,7 +273,7 @@ class VariableWriter:
         return {
             name: self.tree_of(value)
             for name, value in list(attributes.items())
-            if type(name) is str and not has_type(value, (FunctionType, ModuleType))
+            if type(name) is str and _is_saved(value)
         }
 
     def _tensor(self, value: torch.Tensor, number: int) -> Tree:
@@ -237,7 +285,11 @@ class VariableWriter:
             return _omitted(value)
         # Only a leaf can be restored with its flag. The graph of any other tensor is lost.
         requires_grad = value.requires_grad and value.is_leaf
-        return ["tensor", number, value.detach().clone(), requires_grad, str(value.device)]
+        is_part_of_model = storage_address(value) in self._guarded_ids
+        return [
+            *("tensor", number, value.detach().clone(), requires_grad, str(value.device)),
+            is_part_of_model,
+        ]
 
     def _array(self, value: np.ndarray[Any, Any], number: int) -> Tree:
         if self._large_data.is_unchanged(value):
@@ -262,7 +314,7 @@ class VariableWriter:
             return _omitted(value)
         return ["stateful", class_name(type(value)), copied(state)]
 
-    def _module(self, value: nn.Module, _number: int = 0) -> Tree:
+    def _module(self, value: nn.Module, number: int | None = None) -> Tree:
         attributes = {
             name: self._attributes(attributes_of_module(module))
             for name, module in value.named_modules()
@@ -272,7 +324,34 @@ class VariableWriter:
             state = copied(dict(value.state_dict()))
             if not can_be_stored(state):
                 state = None
-        return ["module", attributes, state]
+        return ["module", number, class_name(type(value)), attributes, state]
+
+
+def _is_saved(value: Any) -> bool:
+    """Return whether a variable is saved at all, unlike a module or most functions."""
+    if has_type(value, FunctionType):
+        return has_variables(value)
+    return not has_type(value, ModuleType)
+
+
+def _name_of_factory(value: Any) -> str | None:
+    """Return the name of the class that a `defaultdict` calls for a new entry, or None."""
+    factory = getattr(value, "default_factory", None)
+    if isinstance(factory, type) and (
+        class_name(factory) in _FACTORIES or is_script_class(factory)
+    ):
+        return class_name(factory)
+    return None
+
+
+def storage_address(tensor: torch.Tensor) -> int | None:
+    """Return where the contents of a tensor are in memory, or None if it has none."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _saves_all(guarded_ids: frozenset[int], module: nn.Module) -> bool:
@@ -339,11 +418,25 @@ def _restore_generator(value: Any, state: Any) -> None:
 
 
 class VariableReader:
-    """Restores the variables of the script from a tree that `VariableWriter` has returned."""
+    """Restores the variables of the script from a tree that `VariableWriter` has returned.
 
-    def __init__(self) -> None:
+
+    Args:
+        guarded_ids: The same as for `VariableWriter`.
+        models: The models of the guard, whose weights are restored already. A copy that the earlier
+            attempt has made of one of them is made again.
+    """
+
+    def __init__(
+        self, guarded_ids: frozenset[int] = frozenset(), models: Iterable[nn.Module] = ()
+    ) -> None:
+        self._guarded_ids = guarded_ids
+        self._models = list(models)
         # The restored objects by their number.
         self._objects: dict[int, Any] = {}
+        # The number of the saved object that was restored into each live one, by the `id` of the
+        # latter, which is kept alive.
+        self._targets: dict[int, tuple[int, Any]] = {}
 
     def restore(self, saved: Mapping[str, Mapping[str, Tree]], frames: list[FrameType]) -> None:
         """Restore the variables of the script.
@@ -392,8 +485,21 @@ class VariableReader:
             return self._objects.get(tree[1], live)
         if kind == "number":
             return tree[1]
+        if kind in _RESTORED_IN_PLACE:
+            live = self._own(live, tree[1])
         reader: Callable[[Tree, Any], Any] = getattr(self, f"_{kind}")
         return reader(tree, live)
+
+    def _own(self, live: Any, number: int) -> Any:
+        """Return an object, or `_MISSING` if another saved object was restored into it.
+
+        Two variables may refer to one object when the script starts, and to two of them later, such
+        as the current and the best weights.
+        """
+        if live is _MISSING or live is None:
+            return live
+        owner, _ = self._targets.setdefault(id(live), (number, live))
+        return live if owner == number else _MISSING
 
     # --- containers
 
@@ -411,9 +517,8 @@ class VariableReader:
         return target
 
     def _deque(self, tree: Tree, live: Any) -> Any:
-        target = live
-        if type(live) is not collections.deque:
-            target = collections.deque(maxlen=tree[3])
+        has_same_limit = type(live) is collections.deque and live.maxlen == tree[3]
+        target = live if has_same_limit else collections.deque(maxlen=tree[3])
         self._objects[tree[1]] = target
         items = self._items(tree, live)
         target.clear()
@@ -442,9 +547,7 @@ class VariableReader:
         return items
 
     def _dict(self, tree: Tree, live: Any) -> Any:
-        target = live
-        if type(live) not in MAPPINGS:
-            target = _MAPPINGS_BY_NAME[tree[3]]()
+        target = live if type(live).__name__ == tree[3] else _new_mapping(tree[3], tree[4])
         self._objects[tree[1]] = target
         entries = self._entries(tree, target)
         target.clear()
@@ -453,10 +556,15 @@ class VariableReader:
 
     def _entries(self, tree: Tree, present: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the entries of a dict, restored in place where they exist already."""
+        factory = getattr(present, "default_factory", None)
         entries = {}
         for saved_key, item in tree[2]:
             key = self._tuple(saved_key, None) if isinstance(saved_key, list) else saved_key
-            value = self.value_of(item, present.get(key, _MISSING))
+            entry = present.get(key, _MISSING)
+            if entry is _MISSING and factory is not None and isinstance(item, list):
+                # The script has added the entry by asking for it.
+                entry = factory()
+            value = self.value_of(item, entry)
             entries[key] = None if value is _MISSING else value
         return entries
 
@@ -471,14 +579,18 @@ class VariableReader:
                 return live
             target = cls.__new__(cls)  # type: ignore[call-overload] # not `type` itself
         self._objects[number] = target
-        present = vars(target)
+        present = attributes_of_object(target)
         # At the save, the object did not have these attributes yet, or no longer.
-        for name_now in list(present):
-            if name_now not in attributes and isinstance(present[name_now], SCALARS):
-                del present[name_now]
-        self._set_attributes(present, attributes)
+        for name_now, value_now in present.items():
+            if name_now not in attributes and isinstance(value_now, SCALARS):
+                _delete_attribute(target, name_now)
+        for key, attribute in attributes.items():
+            value = self.value_of(attribute, present.get(key, _MISSING))
+            if value is not _MISSING and value is not present.get(key, _MISSING):
+                _set_attribute(target, key, value)
         if items is not None:
             self._set_items(target, items)
+            self._objects[number] = target
         return target
 
     def _set_items(self, target: Any, items: Tree) -> None:
@@ -506,13 +618,47 @@ class VariableReader:
     def _class(self, tree: Tree, live: Any) -> Any:
         if isinstance(live, type) and class_name(live) == tree[2]:
             for name, attribute in tree[3].items():
-                setattr(live, name, self.value_of(attribute, vars(live).get(name, _MISSING)))
+                present = vars(live).get(name, _MISSING)
+                value = self.value_of(attribute, present)
+                if value is not _MISSING and value is not present:
+                    setattr(live, name, value)
+        return live
+
+    def _namedtuple(self, tree: Tree, live: Any) -> Any:
+        _, number, name, items = tree
+        is_same_class = class_name(type(live)) == name
+        cls: Any = type(live) if is_same_class else _find_class(name)
+        if cls is None:
+            raise resume_differs(f"no class of the script has the name {name!r}")
+        present = list(live) if is_same_class else [_MISSING] * len(items)
+        values = map(self.value_of, items, present)
+        restored = cls._make(None if value is _MISSING else value for value in values)
+        self._objects[number] = restored
+        return restored
+
+    def _function(self, tree: Tree, live: Any) -> Any:
+        _, number, attributes, closure, defaults = tree
+        if not isinstance(live, FunctionType):
+            return live
+        self._objects[number] = live
+        self._set_attributes(vars(live), attributes)
+        cells = variables_of_closure(live)
+        for name in closure.keys() & cells.keys():
+            cell = cells[name]
+            value = self.value_of(closure[name], cell.cell_contents)
+            if value is not cell.cell_contents:
+                cell.cell_contents = value
+        for default, present in zip(defaults, live.__defaults__ or (), strict=False):
+            # A default value that is a list is restored in place.
+            self.value_of(default, present)
         return live
 
     def _tensor(self, tree: Tree, live: Any) -> Any:
-        _, number, saved, requires_grad, device = tree
+        _, number, saved, requires_grad, device, is_part_of_model = tree
         target = live
-        if _can_be_overwritten(live, saved):
+        # A tensor that was not part of a model must not overwrite one that is now.
+        is_own = is_part_of_model or storage_address(live) not in self._guarded_ids
+        if _can_be_overwritten(live, saved) and is_own:
             with torch.no_grad():
                 live.copy_(saved)
         else:
@@ -559,18 +705,86 @@ class VariableReader:
         return live
 
     def _module(self, tree: Tree, live: Any) -> Any:
+        _, number, cls, attributes_of_parts, state = tree
+        if state is not None:
+            live = self._module_of_its_own(number, cls, state, live)
         if not isinstance(live, nn.Module):
             return live
-        if tree[2] is not None:
-            live.load_state_dict(tree[2])
+        if number is not None:
+            self._objects[number] = live
+        if state is not None:
+            live.load_state_dict(state)
         for name, module in live.named_modules():
-            attributes = dict(tree[1].get(name, {}))
+            attributes = dict(attributes_of_parts.get(name, {}))
             for buffer in module._non_persistent_buffers_set & attributes.keys():
                 module._buffers[buffer] = self.value_of(
                     attributes.pop(buffer), module._buffers.get(buffer)
                 )
             self._set_attributes(vars(module), attributes)
         return live
+
+    def _module_of_its_own(self, number: int, cls: str, state: Mapping[str, Any], live: Any) -> Any:
+        """Return a module for a saved one that the guard does not save.
+
+        Args:
+            number: The number of the saved module.
+            cls: The name of its class.
+            state: Its ``state_dict``.
+            live: The current value of the variable. It may be a model of the guard, if the script
+                makes a copy of that only later.
+
+        Raises:
+            UnchangedScriptError: H739 if there is no such module.
+        """
+        if isinstance(live, nn.Module) and id(live) not in self._guarded_ids:
+            own = self._own(live, number)
+            if own is not _MISSING:
+                return own
+        for model in self._models:
+            for module in model.modules():
+                if class_name(type(module)) == cls and _has_state_like(module, state):
+                    return copy.deepcopy(module)
+        if live is _MISSING:
+            # The script creates the module in the loop.
+            return live
+        raise resume_differs(
+            f"a variable referred to a {cls.partition(':')[2]} of its own, and refers to"
+            f" {'a model that is trained' if isinstance(live, nn.Module) else repr(live)}"
+        )
+
+
+def _has_state_like(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    own = module.state_dict()
+    if own.keys() != state.keys():
+        return False
+    return all(
+        getattr(value, "shape", None) == getattr(state[name], "shape", None)
+        for name, value in own.items()
+    )
+
+
+def _new_mapping(kind: str, factory: str | None) -> Any:
+    """Return an empty dict of the kind that was saved."""
+    cls = next(cls for cls in MAPPINGS if cls.__name__ == kind)
+    if cls is not collections.defaultdict:
+        return cls()
+    factory_class = None if factory is None else _FACTORIES.get(factory) or _find_class(factory)
+    return collections.defaultdict(factory_class)
+
+
+def _set_attribute(target: Any, name: str, value: Any) -> None:
+    """Set an attribute without the script's own ``__setattr__`` or property."""
+    if name in slots_of(type(target)):
+        object.__setattr__(target, name, value)
+    else:
+        vars(target)[name] = value
+
+
+def _delete_attribute(target: Any, name: str) -> None:
+    if name in slots_of(type(target)):
+        object.__delattr__(target, name)
+    else:
+        del vars(target)[name]
 
 
 def _can_be_overwritten(live: Any, saved: torch.Tensor) -> bool:

@@ -241,7 +241,7 @@ def test_modules_of_the_guard_are_left_to_it() -> None:
     tree = saved(module, held)
 
     assert tree[0] == "module"
-    assert tree[2] is None
+    assert tree[-1] is None
 
 
 def test_large_data_is_saved_only_after_it_has_changed() -> None:
