@@ -657,8 +657,9 @@ class VariableReader:
         _, number, saved, requires_grad, device, is_part_of_model = tree
         target = live
         # A tensor that was not part of a model must not overwrite one that is now.
-        is_own = is_part_of_model or storage_address(live) not in self._guarded_ids
-        if _can_be_overwritten(live, saved) and is_own:
+        if _can_be_overwritten(live, saved) and (
+            is_part_of_model or storage_address(live) not in self._guarded_ids
+        ):
             with torch.no_grad():
                 live.copy_(saved)
         else:
