@@ -327,6 +327,65 @@ for epoch in range(4):
         total = inputs.sum().item()
     print("digest of the last validation", total)
 """,
+    "variables of functions and classes, and a model that is copied in the loop": """
+import collections, copy
+from typing import NamedTuple
+
+class Best(NamedTuple):
+    step: int = -1
+    loss: float = 9e9
+
+class Totals:
+    mean = torch.zeros(())
+
+def remember(value, seen=[]):
+    seen.append(value)
+    remember.calls += 1
+    return sum(seen[-9:])
+
+remember.calls = 0
+
+def train(epoch, best, best_model):
+    windows = collections.defaultdict(lambda: collections.deque(maxlen=5))
+    for number, (inputs, labels) in enumerate(loader):
+        train_on(inputs, labels)
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels).item()
+        windows["loss"].append(loss)
+        Totals.mean = 0.9 * Totals.mean + 0.1 * loss
+        if loss < best.loss and epoch < 2:
+            best = Best(number, loss)
+            best_model = copy.deepcopy(model)
+        last = remember(loss)
+    print("digest of epoch", epoch, number, inputs.sum().item(), list(windows["loss"]))
+    return best, best_model, last
+
+best, best_model = Best(), model
+for epoch in range(4):
+    best, best_model, last = train(epoch, best, best_model)
+print("digest of variables", best, digest(best_model), last, remember.calls, Totals.mean.item())
+""",
+    "another model and optimizer for each fold": """
+results = []
+for fold in range(3):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = torch.utils.data.Subset(dataset(), torch.randperm(160)[:120].tolist())
+    for epoch in range(2):
+        for inputs, labels in DataLoader(chosen, batch_size=8, shuffle=True):
+            train_on(inputs, labels)
+    results.append(digest(model))
+print("digest of folds", results)
+""",
+    "random labels between epochs": """
+data = dataset().tensors
+for epoch in range(4):
+    data[1][torch.randperm(160)[:20]] = 0
+    for inputs, labels in DataLoader(
+        torch.utils.data.TensorDataset(*data), batch_size=8, shuffle=True
+    ):
+        train_on(inputs, labels)
+print("digest of labels", data[1].sum().item())
+""",
     "an example batch before training": """
 example, _ = next(iter(loader))
 for epoch in range(4):

@@ -109,6 +109,8 @@ class Script:
         self._guarded_ids: frozenset[int] = frozenset()
         self._large_data = LargeData()
         self._log: BoundaryLog | None = None
+        # The number of steps before the boundary that was compared last.
+        self._compared_step: int | None = None
         self._weights = GapWeights(run_dir, self._give_up)
         # Why the script can no longer be saved. None if it can.
         self._unsaveable: str | None = None
@@ -444,7 +446,10 @@ class Script:
         assert self._guard is not None
         if self._has_stepped:
             self._has_stepped = False
-            self._compare(self._guard, boundary)
+            # A step of an optimizer that did not exist at first is not counted.
+            if self._guard.global_step != self._compared_step:
+                self._compared_step = self._guard.global_step
+                self._compare(self._guard, boundary)
         self._boundary = boundary
         try:
             self._guard.pass_boundary(
@@ -576,6 +581,13 @@ class Script:
         if self._replay is not None and error is None:
             self._end_process(
                 resume_differs("it has ended before the loops in which its earlier attempt trained")
+            )
+        if self._replay is not None and isinstance(error, Exception):
+            self._end_process(
+                resume_differs(
+                    f"while its finished loops were skipped, the code between them failed with"
+                    f" {type(error).__name__}, for example because a file no longer exists"
+                )
             )
         if self._guard is not None:
             self._guard.end(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import fnmatch
+import gc
 import io
 import os
 import sys
@@ -28,6 +29,8 @@ _REPLACED = {
     "wandb": ("log",),
     "mlflow": ("log_metric", "log_metrics", "log_artifact", "log_artifacts"),
 }
+# Functions that fail if their result exists already, as it does from the earlier attempt.
+_CREATE_ONCE = ("mkdir", "symlink", "link")
 # Methods that write to a log, as a pattern of their names, by the names of their module and class.
 _REPLACED_METHODS = {
     ("wandb.sdk.wandb_run", "Run"): "log",
@@ -51,6 +54,10 @@ class Silence:
         _flush()
         for descriptor in (_STDOUT, _STDERR):
             self._redirect(descriptor)
+        for stream in _streams_that_append():
+            self._redirect(stream.fileno(), stream)
+        for name in _CREATE_ONCE:
+            self._replace(os, name, _accepting_existing(getattr(os, name)))
         for module_name, names in _REPLACED.items():
             module = sys.modules.get(module_name)
             for name in names:
@@ -75,8 +82,13 @@ class Silence:
         for action in reversed(undo):
             action()
 
-    def _redirect(self, descriptor: int) -> None:
-        """Send what is written to a file descriptor to ``/dev/null``."""
+    def _redirect(self, descriptor: int, stream: io.FileIO | None = None) -> None:
+        """Send what is written to a file descriptor to ``/dev/null``.
+
+        Args:
+            descriptor: The file descriptor.
+            stream: The stream to which it belongs. The script may close it.
+        """
         assert self._undo is not None
         try:
             original = os.dup(descriptor)
@@ -88,7 +100,8 @@ class Silence:
         os.close(discard)
 
         def restore() -> None:
-            os.dup2(original, descriptor)
+            if stream is None or not stream.closed:
+                os.dup2(original, descriptor)
             os.close(original)
 
         self._undo.append(restore)
@@ -101,13 +114,40 @@ class Silence:
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr, *_buffered_streams()):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
+def _buffered_streams() -> list[io.TextIOWrapper | io.BufferedWriter]:
+    """Return the open streams that may hold unwritten output, those of text first."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter)
+    streams = [value for value in gc.get_objects() if type(value) in kinds]
+    return sorted(streams, key=lambda stream: kinds.index(type(stream)))
+
+
+def _streams_that_append() -> list[io.FileIO]:
+    """Return the open files of the script to which it appends, such as a log.
+
+    The earlier attempt has written the same lines to them. A file that was opened with ``"w"`` has
+    lost them, so they are written again.
+    """
+    streams = [value for value in gc.get_objects() if type(value) is io.FileIO]
+    return [stream for stream in streams if not stream.closed and stream.mode.startswith("ab")]
+
+
 def _do_nothing(*_: Any, **__: Any) -> None:
     """Replace a function that writes."""
+
+
+def _accepting_existing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of a function that does nothing if its result exists already."""
+
+    def create_unless_existing(*args: Any, **kwargs: Any) -> None:
+        with suppress(FileExistsError):
+            original(*args, **kwargs)
+
+    return create_unless_existing
 
 
 def _discarding(original: Callable[..., Any]) -> Callable[..., Any]:

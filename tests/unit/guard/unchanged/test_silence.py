@@ -72,3 +72,37 @@ def test_metrics_are_not_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run.log({"loss": 2.0})
 
     assert logged == [{"loss": 2.0}]
+
+
+def test_lines_are_appended_once(tmp_path: Path) -> None:
+    """A log that is open already gets no line twice, one that was emptied is written again."""
+    with (tmp_path / "log").open("a") as log, (tmp_path / "results").open("w") as results:
+        log.write("before\n")
+        silence = Silence()
+        silence.begin()
+        log.write("again\n")
+        results.write("again\n")
+        silence.end()
+        log.write("after\n")
+
+    assert (tmp_path / "log").read_text() == "before\nafter\n"
+    assert (tmp_path / "results").read_text() == "again\n"
+
+
+def test_existing_folders_and_links_do_not_end_the_script(tmp_path: Path) -> None:
+    """The earlier attempt has made them, and removing the old link has no effect meanwhile."""
+    folder = tmp_path / "epoch1"
+    folder.mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to(folder)
+    silence = Silence()
+    silence.begin()
+
+    folder.mkdir()
+    link.unlink()
+    os.symlink(folder, link)  # noqa: PTH211 - as scripts do
+    silence.end()
+
+    assert link.is_symlink()
+    with pytest.raises(FileExistsError):
+        folder.mkdir()

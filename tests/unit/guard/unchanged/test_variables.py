@@ -7,15 +7,21 @@ import enum
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.core.errors import HoldfastError
 from holdfast.guard.unchanged.stack import is_script_file
-from holdfast.guard.unchanged.variables import LargeData, VariableReader, VariableWriter
+from holdfast.guard.unchanged.variables import (
+    LargeData,
+    VariableReader,
+    VariableWriter,
+    storage_address,
+)
 
 
 class Phase(enum.Enum):
@@ -41,6 +47,28 @@ class Lazy(torch.nn.Module):
         self.linear = torch.nn.Linear(2, 2)
         self.calls = 0
         self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+class Row(NamedTuple):
+    step: int
+    losses: list[float]
+
+
+class Slotted:
+    """A class of the script without a dict of attributes."""
+
+    __slots__ = ("count", "values")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.values: list[float] = []
+
+
+class Shared:
+    """A class of the script whose attributes are the state of its run."""
+
+    mean = torch.zeros(2)
+    best = np.float64(0.0)
 
 
 def through_a_checkpoint(tree: Any) -> Any:
@@ -71,6 +99,7 @@ def saved(value: Any, held: frozenset[int] = frozenset()) -> Any:
         collections.Counter("aab"),
         Phase.TEST,
         np.float32(2.5),
+        Row(3, [0.5]),
     ],
 )
 def test_values_are_restored(value: Any) -> None:
@@ -301,3 +330,139 @@ def test_installed_packages_are_not_part_of_the_script(tmp_path: Path) -> None:
     assert is_script_file(str(tmp_path / "train.py"))
     assert not is_script_file(str(tmp_path / "site-packages" / "package" / "module.py"))
     assert not is_script_file(torch.__file__)
+
+
+def test_containers_that_the_loop_creates_have_their_kind() -> None:
+    """A meter that exists only since the loop runs has its limit and makes new entries."""
+    stats: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+    stats["train"]["loss"].append(0.5)
+    trees = saved([collections.deque([1, 2], maxlen=2), collections.Counter("aab"), stats])
+    live: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+
+    window, counts, restored = VariableReader().value_of(trees, [None, None, live])
+    window.append(3)
+    counts.update("b")
+    restored["train"]["accuracy"].append(1.0)
+
+    assert list(window) == [2, 3]
+    assert counts == {"a": 2, "b": 2}
+    assert restored == {"train": {"loss": [0.5], "accuracy": [1.0]}}
+
+
+def test_attributes_in_slots_are_restored() -> None:
+    """An object without a dict is restored in place like any other."""
+    state = Slotted()
+    state.count = 3
+    state.values = [0.5]
+    tree = saved(state)
+    fresh = Slotted()
+
+    restored = VariableReader().value_of(tree, fresh)
+
+    assert restored is fresh
+    assert (fresh.count, fresh.values) == (3, [0.5])
+
+
+def new_function() -> Any:
+    total = 0.0
+
+    def add(value: float, history: list[float] = []) -> float:  # noqa: B006 - as scripts do
+        nonlocal total
+        total += value
+        history.append(value)
+        add.calls += 1  # type: ignore[attr-defined]
+        return total
+
+    add.calls = 0  # type: ignore[attr-defined]
+    return add
+
+
+def test_variables_of_functions_are_restored() -> None:
+    """The closure, the attributes and the mutable defaults of a function continue."""
+    add = new_function()
+    add(1.0)
+    add(2.0)
+    tree = saved(add)
+    fresh = new_function()
+
+    VariableReader().value_of(tree, fresh)
+
+    assert fresh(4.0) == 7.0
+    assert fresh.calls == 3
+    assert fresh.__defaults__ == ([1.0, 2.0, 4.0],)
+
+
+def test_attributes_of_classes_are_restored() -> None:
+    """A class may hold tensors and NumPy numbers, not only plain ones."""
+    Shared.mean = torch.ones(2)
+    Shared.best = np.float64(0.5)
+    tree = saved(Shared)
+    Shared.mean = torch.zeros(2)
+    Shared.best = np.float64(0.0)
+
+    VariableReader().value_of(tree, Shared)
+
+    assert Shared.mean.tolist() == [1.0, 1.0]
+    assert Shared.best == 0.5
+
+
+@pytest.mark.parametrize("first", ["nothing", "the model"])
+def test_copy_of_a_model_is_made_again(first: str) -> None:
+    """The best model so far, which the loop has copied, does not overwrite the trained one."""
+    model = torch.nn.Linear(2, 2)
+    held = frozenset(map(id, [model, *model.parameters()]))
+    best = torch.nn.Linear(2, 2)
+    tree = saved(best, held)
+    before = model.weight.detach().clone()
+
+    restored = VariableReader(held, [model]).value_of(tree, None if first == "nothing" else model)
+
+    assert restored is not model
+    assert torch.equal(restored.weight, best.weight)
+    assert torch.equal(model.weight, before)
+
+
+def test_module_that_cannot_be_made_again_is_refused() -> None:
+    """A variable that keeps None instead of a module would change what the script does."""
+    tree = saved(torch.nn.Linear(2, 2))
+
+    with pytest.raises(HoldfastError, match="H739"):
+        VariableReader().value_of(tree, None)
+
+
+def test_objects_that_were_one_at_first_become_two() -> None:
+    """The best history does not overwrite the current one, with which it began."""
+    tree = saved([[1.0, 2.0, 3.0], [1.0]])
+    same: list[float] = []
+
+    history, best = VariableReader().value_of(tree, [same, same])
+
+    assert history == [1.0, 2.0, 3.0]
+    assert best == [1.0]
+
+
+def test_copied_weights_do_not_overwrite_the_model() -> None:
+    """Best weights that began as the model's own ``state_dict`` get tensors of their own."""
+    model = torch.nn.Linear(2, 2)
+    addresses = [storage_address(parameter) for parameter in model.parameters()]
+    held = frozenset(address for address in addresses if address is not None)
+    tree = saved({name: torch.ones_like(value) for name, value in model.state_dict().items()}, held)
+    before = model.weight.detach().clone()
+
+    best = VariableReader(held).value_of(tree, model.state_dict())
+
+    assert torch.equal(best["weight"], torch.ones(2, 2))
+    assert torch.equal(model.weight, before)
+
+
+def test_change_that_torch_does_not_count_is_noticed() -> None:
+    """An average that is updated through ``data`` is saved."""
+    average = torch.zeros(100_000)
+    large = LargeData()
+    large.is_recording = True
+    VariableWriter(frozenset(), large).tree_of(average)
+    large.is_recording = False
+
+    average.data.add_(1.0)
+
+    assert VariableWriter(frozenset(), large).tree_of(average)[0] == "tensor"
