@@ -24,6 +24,7 @@ are saved as they are. Anything else is a list that begins with its kind:
 ``["function", id, attributes, closure, defaults]``
                                         a function of the script with variables of its own
 ``["stateful", class, state]``          any other object with a ``state_dict``
+``["dataset", id, numbers]``            the numbers among the attributes of a dataset of the script
 ``["loader", states, samplers]``        the random generators and samplers of a loader
 ``["same", id]``                        an object that occurred before
 ``["unchanged"]``                       large data that has not changed since training began
@@ -65,13 +66,14 @@ MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.
 # NumPy's one-letter dtype kinds of the arrays that a checkpoint can store: booleans and numbers.
 _NUMBER_KINDS = "biufc"
 _PLAIN_CLASSES = (argparse.Namespace, types.SimpleNamespace)
-# The kinds of instances of some classes and of classes derived from them. Datasets are omitted
-# because their contents are data, and optimizers because the guard saves them.
+# The kinds of instances of some classes and of classes derived from them. Optimizers are omitted
+# because the guard saves them.
 _KINDS_OF_OBJECTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (nn.Module, "module"),
     (DataLoader, "loader"),
     (GENERATOR_TYPES, "generator"),
-    ((Dataset, torch.optim.Optimizer), "omitted"),
+    (Dataset, "dataset"),
+    (torch.optim.Optimizer, "omitted"),
 )
 # The attributes of every module, which torch manages.
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -143,6 +145,14 @@ def attributes_of_object(value: Any) -> dict[str, Any]:
     with suppress(TypeError):
         attributes |= vars(value)
     return attributes
+
+
+def numbers_of_dataset(dataset: Dataset[Any]) -> dict[str, Any]:
+    """Return the attributes that may change while samples are made. All others are data."""
+    if not is_script_class(type(dataset)):
+        return {}
+    attributes = attributes_of_object(dataset)
+    return {name: value for name, value in attributes.items() if type(value) in (bool, int, float)}
 
 
 def slots_of(cls: type) -> Iterator[str]:

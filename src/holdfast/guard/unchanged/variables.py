@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from holdfast.guard.scheduler_state import load_state, state_of
 from holdfast.guard.state.trees import copied
@@ -43,6 +44,7 @@ from holdfast.guard.unchanged.variable_kinds import (
     has_type,
     has_variables,
     kind_of,
+    numbers_of_dataset,
     slots_of,
     variables_of_closure,
 )
@@ -254,6 +256,9 @@ class VariableWriter:
             class_name(type(value)),
             [self.tree_of(item) for item in value],
         ]
+
+    def _dataset(self, value: Any, number: int) -> Tree:
+        return ["dataset", number, numbers_of_dataset(value)]
 
     def _function(self, value: FunctionType, number: int) -> Tree:
         closure = {name: cell.cell_contents for name, cell in variables_of_closure(value).items()}
@@ -635,6 +640,13 @@ class VariableReader:
         restored = cls._make(None if value is _MISSING else value for value in values)
         self._objects[number] = restored
         return restored
+
+    def _dataset(self, tree: Tree, live: Any) -> Any:
+        if isinstance(live, Dataset):
+            self._objects[tree[1]] = live
+            for name in tree[2].keys() & numbers_of_dataset(live).keys():
+                _set_attribute(live, name, tree[2][name])
+        return live
 
     def _function(self, tree: Tree, live: Any) -> Any:
         _, number, attributes, closure, defaults = tree

@@ -466,3 +466,24 @@ def test_change_that_torch_does_not_count_is_noticed() -> None:
     average.data.add_(1.0)
 
     assert VariableWriter(frozenset(), large).tree_of(average)[0] == "tensor"
+
+
+class Counting(torch.utils.data.Dataset[int]):
+    """A dataset that counts its samples."""
+
+    def __init__(self) -> None:
+        self.served = 0
+        self.samples = [1, 2, 3]
+
+
+def test_numbers_of_a_dataset_are_restored() -> None:
+    """A counter in a dataset continues, and its samples are not saved."""
+    data = Counting()
+    data.served = 7
+    tree = saved(data)
+    fresh = Counting()
+
+    VariableReader().value_of(tree, fresh)
+
+    assert fresh.served == 7
+    assert "samples" not in str(tree)
