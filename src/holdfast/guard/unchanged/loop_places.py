@@ -60,7 +60,7 @@ class LoopPlace:
 
     @property
     def name(self) -> str:
-        """Return the place as text, such as ``train.py:12``."""
+        """Return the place as text: the name of the file, a colon and the line."""
         return f"{Path(self.file).name}:{self.line}"
 
     def is_same_as(self, name: str, function: str) -> bool:
