@@ -221,6 +221,9 @@ def steps_left(scheduler: Any) -> int | None:
         limit.
     """
     if isinstance(scheduler, OneCycleLR):
+        if type(scheduler).step is not OneCycleLR.step:
+            # A derived class, such as that for Accelerate, may stop at the end without an error.
+            return None
         return int(scheduler.total_steps - scheduler.last_epoch)
     if isinstance(scheduler, SequentialLR) and scheduler._milestones:
         last = scheduler._schedulers[-1]
