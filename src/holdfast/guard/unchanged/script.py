@@ -276,6 +276,19 @@ class Script:
         if self._replay is not None:
             self._replay.note_finished()
             return
+        is_resumable = self._record_finished(loop, frame, is_exhausted=is_exhausted)
+        if is_resumable and self._guard is not None and frame is not None:
+            # If a generator passes the batches on, the script's own loop over it continues.
+            counters = loop.counters if is_in_generator(frame) else []
+            self._pass_boundary(
+                Boundary(frame=frame, loop=None, counters=counters, batch=last_batch),
+                may_save=self._has_stepped and counters is not None,
+                may_exit=is_exhausted,
+            )
+
+    def _record_finished(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> bool:
+        """Record a finished loop. Return whether a resumed script can skip it."""
+        assert loop.place is not None
         is_resumable = loop.place.problem is None and self._ends_like_its_for_statement(
             loop, frame, is_exhausted=is_exhausted
         )
@@ -300,14 +313,7 @@ class Script:
         )
         if self._objects is not None and loop.has_steps:
             self._weights.watch(len(self._finished), self._objects.models)
-        if is_resumable and self._guard is not None and frame is not None:
-            # If a generator passes the batches on, the script's own loop over it continues.
-            counters = loop.counters if is_in_generator(frame) else []
-            self._pass_boundary(
-                Boundary(frame=frame, loop=None, counters=counters, batch=last_batch),
-                may_save=self._has_stepped and counters is not None,
-                may_exit=is_exhausted,
-            )
+        return is_resumable
 
     def _ends_like_its_for_statement(
         self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool
@@ -350,14 +356,27 @@ class Script:
                 self._stop_saving("the script steps an optimizer outside of its loops over loaders")
         except HoldfastError as error:
             self._end_process(error)
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
+            if self._guard is None:
+                # Nothing was saved yet. The script must not train in the belief that it is.
+                self._note_error(error)
+                why = f"holdfast has failed with {type(error).__name__}: {error}"
+                self._end_process(cannot_be_saved(why, "use a Guard in the script."))
+            self._give_up(error)
         for loop in self._loops:
             loop.has_steps = True
         self._has_stepped = True
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count an optimizer step."""
-        if self._guard is not None and self._is_watched_here():
+        if self._guard is None or not self._is_watched_here():
+            return
+        try:
             self._guard.after_step(optimizer)
+        except HoldfastError as error:
+            self._end_process(error)
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
+            self._give_up(error)
 
     def _begin_saving(self, optimizer: Optimizer, frame: FrameType) -> None:
         """Check that the script can be resumed, and create its guard.
