@@ -460,6 +460,33 @@ torch.save(model.state_dict(), "final.pt")
 
 
 @pytest.mark.slow
+def test_script_whose_state_cannot_be_restored_is_not_trained(tmp_path: Path) -> None:
+    """An error while variables are restored ends the resume, because its state is incomplete."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+class Weight(torch.nn.Module):
+    def load_state_dict(self, state):
+        raise RuntimeError("broken")
+weight = Weight()
+weight.register_buffer("value", torch.zeros(1))
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+torch.save(model.state_dict(), "final.pt")
+""",
+    )
+    run(resumable(script), tmp_path, kill_at_step=34)
+
+    resumed = run(resumable(script), tmp_path)
+
+    assert resumed.status == 2
+    assert "[H739]" in resumed.stderr
+    assert not (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.slow
 def test_optimizer_that_is_created_later_ends_the_saving(tmp_path: Path) -> None:
     """From its first step on, nothing is saved any more, and an event says so."""
     script = write_script(
