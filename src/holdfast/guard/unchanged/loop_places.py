@@ -245,12 +245,11 @@ def _generator_of(frame: FrameType) -> object | None:
 def _is_progress_bar(value: object) -> bool:
     """Return whether an object is a progress bar, or the dict that holds its attributes."""
     if type(value) is dict:
-        # Python creates this dict if an object has many attributes, as tqdm's bars do. The dict then
-        # refers to what the bar iterates, and the bar refers only to the dict.
-        owners = gc.get_referrers(value)
+        # If an object has many attributes, as tqdm's bars do, Python keeps them in a dict. Then the
+        # bar refers to this dict, and the dict refers to what the bar iterates.
         return any(
             _is_progress_bar(owner) and getattr(owner, "__dict__", None) is value
-            for owner in owners
+            for owner in gc.get_referrers(value)
             if type(owner) is not dict
         )
     return type(value).__module__.partition(".")[0] in _PROGRESS_BARS
