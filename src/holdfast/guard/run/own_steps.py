@@ -392,13 +392,13 @@ def _settings_without_effect(name: str, policy: Policy) -> BatchError | None:
     if not ignored:
         return None
     listed = ", ".join(f"{setting}={value!r}" for setting, value in ignored.items())
-    unused = ", ".join(
+    defaults = ", ".join(
         f"{setting}={_SETTINGS_OF_GUARDED_STEPS[setting][0]!r}" for setting in ignored
     )
     return BatchError(
         f"the loop stepped optimizer {name!r} itself, but the run has {listed}",
         limit="only guard.step applies such settings; they have no effect on steps of the loop",
-        fix=f"do this in the loop and set {unused}, or take the steps with guard.step.",
+        fix=f"do this in the loop and set {defaults}, or take the steps with guard.step.",
         rule="H212",
     )
 
