@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from holdfast.core.events.data import EventData, Failed, WithReason
 from holdfast.core.raised import exception_text
-from holdfast.core.text import counted, duration, listed, size
+from holdfast.core.text import counted, duration, listed, percent, size
 
 # --- the supervisor -------------------------------------------------------------------------------
 
@@ -319,6 +319,60 @@ class MemoryTrend(EventData):
             text += f"; it runs out in {duration(60 * self.minutes_left)}"
         if self.signature is not None:
             text += f" ({self.signature})"
+        return text
+
+
+class ResourcesUsed(EventData):
+    """What the trainers and loader workers of an attempt on this host have used so far.
+
+    `cpus` is the number of CPUs that they may use, and `cpus_used` the mean number that they have
+    used. `idle_share` is the share of the whole machine's CPU time that was idle. `workers` is the
+    mean number of loader workers per trainer, and `worker_cpu` the mean number of CPUs that each of
+    them used. Of `waits_seen` observations of a trainer that waited for data, its main thread
+    computed in `waits_running`.
+    """
+
+    attempt: int
+    seconds: float
+    cpus: float
+    cpus_used: float
+    workers: float
+    idle_share: float | None = None
+    worker_cpu: float | None = None
+    bytes_read: int = 0
+    waits_seen: int = 0
+    waits_running: int = 0
+
+    def __str__(self) -> str:
+        text = (
+            f"in {duration(self.seconds)}, training used {self.cpus_used:g} of {self.cpus:g} CPUs"
+        )
+        text += f" and read {size(self.bytes_read)}"
+        if self.worker_cpu is not None:
+            text += (
+                f"; {self.workers:g} loader workers each used {percent(self.worker_cpu)} of a CPU"
+            )
+        return text
+
+
+class StacksSampled(EventData):
+    """How many stack samples of a training loop were in Python code of the loop itself.
+
+    `place` is the line in the user's code that most of these samples were in.
+    """
+
+    attempt: int
+    pid: int
+    samples: int
+    in_python: int
+    place: str = ""
+    at_place: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.in_python} of {self.samples} stack samples of process {self.pid} were in"
+        text += " Python code of the loop itself"
+        if self.place:
+            text += f", {self.at_place} of them at {self.place}"
         return text
 
 

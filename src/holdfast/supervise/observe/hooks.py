@@ -192,7 +192,7 @@ class _Hooks:
                 return original(iterator)
             thread.is_waiting = True
             try:
-                tracker.wait_begins()
+                tracker.wait_begins(grad_enabled=is_grad_enabled())
                 batch = original(iterator)
                 tracker.wait_ends(None if is_grad_enabled() else ProcessPhase.EVALUATION)
             except StopIteration:
@@ -211,7 +211,13 @@ class _Hooks:
             if self._is_training_thread():
                 self._tracker.phases.evaluation_begins()
 
+        def notice_train(_result: Any, _module: Any, *mode: bool) -> None:
+            # Without an argument, the mode is True.
+            if all(mode) and self._is_training_thread():
+                self._tracker.phases.evaluation_ends()
+
         self._call_after(module.Module, "eval", notice)
+        self._call_after(module.Module, "train", notice_train)
 
     def install_in_serialization(self, module: Any) -> None:
         self.install_in_savers(("save",), module)
