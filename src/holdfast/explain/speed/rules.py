@@ -42,6 +42,8 @@ _MAX_CPU_OF_WAITING_WORKER = 0.4
 # CPUs are full if training uses this share of them, or if so little of the machine is idle.
 _FULL_SHARE = 0.85
 _MAX_IDLE_SHARE = 0.1
+# With fewer CPUs than this, a worker would take its CPU time from the training process.
+_CPUS_FOR_A_WORKER = 1.5
 # The least number of observations of a waiting trainer from which to tell computing from sleeping.
 _MIN_WAITS_SEEN = 8
 _MIN_RUNNING_SHARE = 0.5
@@ -114,6 +116,8 @@ def _cause_of_wait(use: TimeUse) -> tuple[Cause, str]:
 
 def _cause_in_training_process(resources: Resources) -> tuple[Cause, str]:
     """Return why a process that loads its own batches waits: it computes, or it sleeps."""
+    if resources.cpus < _CPUS_FOR_A_WORKER:
+        return "decoding", "; it loads its batches itself, on its only CPU"
     if resources.waits_seen < _MIN_WAITS_SEEN:
         return "too few workers", "; it loads its batches itself (num_workers=0)"
     running = resources.waits_running / resources.waits_seen

@@ -172,6 +172,9 @@ class StepTracker:
                 step.waited += waited
                 clock.add_wait(waited)
             clock.starts_epoch = False
+            if phase is ProcessPhase.END_OF_EPOCH and not clock.evaluation_has_end:
+                # The loader of an evaluation without gradients is exhausted.
+                clock.end_evaluation(now)
         except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 

@@ -53,8 +53,8 @@ _MIN_LOOP_SECONDS = 2.0
 _SAMPLE_SECONDS = 0.4
 _SAMPLES_PER_PAUSE = 16
 _MAX_SAMPLES = 96
-# Give up if py-spy fails this often, for example because tracing is not permitted.
-_MAX_FAILURES = 3
+# Give up if py-spy fails this often in a row, for example because tracing is not permitted.
+_MAX_FAILURES = 5
 # Code of these files shows that the thread is not in the script's own code or in a forward pass.
 _OTHER_PARTS = ("/torch/utils/data/", "/torch/autograd/", "/torch/optim/", "/torch/serialization.")
 
@@ -150,7 +150,7 @@ class ResourceWatch:
         # The sum of the numbers of loader workers per trainer that were counted, and how often.
         self._workers_counted = 0.0
         self._counts = 0
-        self._read_cpu_at = 0.0
+        self._refreshed_at = float("-inf")
         self._machine = _read_machine_ticks()
         # How often a trainer was found waiting for data, and how often its main thread then ran.
         self._waits_seen = 0
@@ -164,12 +164,13 @@ class ResourceWatch:
         now = self._clock()
         boards = self._read_boards()
         self._watch_waits(boards)
+        if now - self._refreshed_at >= _CPU_SECONDS:
+            self._refreshed_at = now
+            self._refresh_processes()
+            if boards:
+                self._read_cpu(now)
         if not boards:
-            self._refresh_processes()
             return
-        if now - self._read_cpu_at >= _CPU_SECONDS:
-            self._refresh_processes()
-            self._read_cpu(now)
         loop_seconds = max(loop.seconds for _, standing in boards if (loop := standing.loop))
         self._sample_stacks(*boards[0], now)
         if loop_seconds >= self._record_at:
@@ -228,7 +229,6 @@ class ResourceWatch:
 
     def _read_cpu(self, now: float) -> None:
         """Read the CPU time of all processes."""
-        self._read_cpu_at = now
         for name, info in self._processes.items():
             process = read_process(info.pid)
             if process is None:
@@ -309,6 +309,7 @@ class ResourceWatch:
         threads = self._py_spy.read_threads(info.pid, is_stopped=True)
         main_threads = [thread for thread in threads or () if thread.main]
         if main_threads:
+            self._failures = 0
             self._stacks.add(main_threads[0])
         else:
             self._failures += 1
