@@ -53,6 +53,11 @@ class TrainingPhases:
             self.clock.begin_evaluation(board.enter(ProcessPhase.EVALUATION), has_end=True)
 
     @noted
+    def loader_without_gradients_begins(self) -> None:
+        """Called when a loader is started while gradients are disabled, as in an evaluation."""
+        self.clock.begin_evaluation(monotonic_ns(), has_end=False)
+
+    @noted
     def evaluation_ends(self) -> None:
         """Called when a module is switched to train mode.
 
