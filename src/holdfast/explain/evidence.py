@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from holdfast.core.events.event import Event
-from holdfast.explain.speed.finding import SpeedFinding
+from holdfast.explain.speed_finding import SpeedFinding
 
 # This pattern is searched for in ``file:function`` and recognizes code that the user did not write:
 # installed packages, Python's standard library, torch and holdfast. The file of a frozen module is

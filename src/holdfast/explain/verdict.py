@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
-from holdfast.explain.speed.finding import SpeedFinding
+from holdfast.explain.speed_finding import SpeedFinding
 
 _MAX_CHARACTERS = 20_000
 # Fields that keep their line breaks. In all other fields, line breaks become spaces.

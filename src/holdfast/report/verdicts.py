@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures.endings import NOT_JUDGED
 from holdfast.explain.signatures.signature import FAMILIES, Restart
-from holdfast.explain.speed.finding import CAUSES, SpeedFinding
+from holdfast.explain.speed_finding import CAUSES, SpeedFinding
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json

@@ -17,10 +17,10 @@ from holdfast.recorder.run_files import BOARD_FILE, SUPERVISED_FILE, SUPERVISOR_
 
 # A loop of 100 s in which forward, backward and optimizer take what the other parts leave.
 LOOP = LoopTimes(steps=1000, epochs=2, seconds=100.0)
-BUSY_WORKERS = {"workers": 2.0, "worker_cpu": 0.96, "cpus": 8.0, "cpus_used": 2.4}
-SLEEPING_WORKERS = {**BUSY_WORKERS, "worker_cpu": 0.1, "cpus_used": 0.6}
-FULL_MACHINE = {**BUSY_WORKERS, "cpus": 2.0, "cpus_used": 1.98}
-NO_WORKERS = {"workers": 0.0, "cpus": 8.0, "cpus_used": 1.0, "waits_seen": 100}
+BUSY_WORKERS = {"workers": 2.0, "worker_busy": 0.96, "cpus": 8.0, "cpus_wanted": 2.4}
+SLEEPING_WORKERS = {**BUSY_WORKERS, "worker_busy": 0.1, "cpus_wanted": 0.6}
+FULL_MACHINE = {**BUSY_WORKERS, "cpus": 2.0, "cpus_wanted": 1.98}
+NO_WORKERS = {"workers": 0.0, "cpus": 8.0, "cpus_wanted": 1.0, "waits_seen": 100}
 
 
 def compute(loop: LoopTimes, backward_share: float = 0.6) -> LoopTimes:
@@ -193,7 +193,7 @@ def test_damaged_measurements_are_left_out(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run",
         compute(LOOP._replace(wait_seconds=63.0)),
-        resources={"workers": "many", "cpus": None, "cpus_used": True},
+        resources={"workers": "many", "cpus": None, "cpus_wanted": True},
         stacks={"samples": -1, "in_python": "x", "place": ["\x1b[31m"], "at_place": 2.5},
     )
     assert explained(run)["speed"][0]["cause"] == "waits for data"

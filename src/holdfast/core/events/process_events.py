@@ -325,33 +325,28 @@ class MemoryTrend(EventData):
 class ResourcesUsed(EventData):
     """What the trainers and loader workers of an attempt on this host have used so far.
 
-    `cpus` is the number of CPUs that they may use, and `cpus_used` the mean number that they have
-    used. `idle_share` is the share of the whole machine's CPU time that was idle. `workers` is the
-    mean number of loader workers per trainer, and `worker_cpu` the mean number of CPUs that each of
-    them used. Of `waits_seen` observations of a trainer that waited for data, its main thread
-    computed in `waits_running`.
+    `cpus` is the number of CPUs that they may use, and `cpus_wanted` the mean number that they
+    would have used if no other process had kept them waiting for one. `workers` is the mean number
+    of loader workers per trainer, and `worker_busy` the share of time in which a worker computed or
+    waited for a CPU. Of `waits_seen` observations of a trainer that waited for data, its main
+    thread computed in `waits_running`.
     """
 
     attempt: int
     seconds: float
     cpus: float
-    cpus_used: float
+    cpus_wanted: float
     workers: float
-    idle_share: float | None = None
-    worker_cpu: float | None = None
+    worker_busy: float | None = None
     bytes_read: int = 0
     waits_seen: int = 0
     waits_running: int = 0
 
     def __str__(self) -> str:
-        text = (
-            f"in {duration(self.seconds)}, training used {self.cpus_used:g} of {self.cpus:g} CPUs"
-        )
-        text += f" and read {size(self.bytes_read)}"
-        if self.worker_cpu is not None:
-            text += (
-                f"; {self.workers:g} loader workers each used {percent(self.worker_cpu)} of a CPU"
-            )
+        text = f"in {duration(self.seconds)}, training kept {self.cpus_wanted:g} of {self.cpus:g}"
+        text += f" CPUs busy and read {size(self.bytes_read)}"
+        if self.worker_busy is not None:
+            text += f"; {self.workers:g} loader workers were busy {percent(self.worker_busy)} of it"
         return text
 
 

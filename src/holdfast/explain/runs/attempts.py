@@ -46,9 +46,9 @@ from holdfast.explain.runs.supervision import (
     integer_of,
     read_supervisor_record,
 )
-from holdfast.explain.speed.finding import SpeedFinding
 from holdfast.explain.speed.reading import time_use
 from holdfast.explain.speed.rules import find_causes
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
 

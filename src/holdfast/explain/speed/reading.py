@@ -9,9 +9,9 @@ from typing import Any
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events.event import Event
-from holdfast.explain.speed.finding import SpeedFinding
 from holdfast.explain.speed.rules import find_causes
 from holdfast.explain.speed.time_use import RankTimes, Resources, SlowRank, Stacks, TimeUse
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.progress import LoopTimes, read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SUPERVISOR_FOLDER, ProcessInfo, read_processes
@@ -74,7 +74,7 @@ def _newest(events: Iterable[Event], kind: str, attempt: int) -> Mapping[str, An
 
 def _resources(data: Mapping[str, Any]) -> Resources | None:
     """Return the recorded use of resources, or None if it is missing or damaged."""
-    if not all(_is_number(data.get(name)) for name in ("cpus", "cpus_used", "workers")):
+    if not all(_is_number(data.get(name)) for name in ("cpus", "cpus_wanted", "workers")):
         return None
     fields = Resources.__dataclass_fields__
     values = {name: data[name] for name in fields if _is_number(data.get(name))}

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from holdfast.core.text import counted, duration, percent, size
 from holdfast.explain.signatures import endings
-from holdfast.explain.speed.finding import Cause, SpeedFinding
 from holdfast.explain.speed.time_use import RankTimes, Resources, SlowRank, TimeUse
+from holdfast.explain.speed_finding import Cause, SpeedFinding
 from holdfast.recorder.progress import LoopTimes
 
 # A loop is judged only if it is at least this long. A run of a few seconds is not worth the effort.
@@ -36,12 +36,11 @@ _MIN_SAVES = 2
 _MAX_EVALUATIONS_PER_STEP = 0.5
 # The share of time to aim for when saving or evaluating less often.
 _AIMED_SHARE = 0.05
-# A worker that uses less of a CPU than this mostly waits, for a disk or a network. A worker that
-# decodes uses nearly all of one, or shares it with others if the machine is full.
-_MAX_CPU_OF_WAITING_WORKER = 0.4
-# CPUs are full if training uses this share of them, or if so little of the machine is idle.
+# A worker that is busy for less of the time than this mostly waits, for a disk or a network. A
+# worker that decodes is always busy, because the loop is always waiting for it.
+_MAX_BUSY_SHARE_OF_WAITING_WORKER = 0.4
+# Another worker would find no free CPU if training could keep this share of them busy.
 _FULL_SHARE = 0.85
-_MAX_IDLE_SHARE = 0.1
 # With fewer CPUs than this, a worker would take its CPU time from the training process.
 _CPUS_FOR_A_WORKER = 1.5
 # The least number of observations of a waiting trainer from which to tell computing from sleeping.
@@ -100,16 +99,16 @@ def _cause_of_wait(use: TimeUse) -> tuple[Cause, str]:
             f"; {percent(restarts / use.share_of('wait_seconds'))} of it until the first batch of"
             f" {use.first.epochs:,} epochs"
         )
-    if resources.worker_cpu is None:
+    if resources.worker_busy is None:
         return "waits for data", ""
     evidence = (
-        f"; {resources.workers:g} workers per process each used"
-        f" {percent(resources.worker_cpu)} of a CPU, {resources.cpus_used:g} of"
-        f" {resources.cpus:g} CPUs were in use by the run"
+        f"; {counted(round(resources.workers), 'worker')} per process, busy"
+        f" {percent(resources.worker_busy)} of the time, and {resources.cpus_wanted:g} of"
+        f" {resources.cpus:g} CPUs busy with the run"
     )
-    if resources.worker_cpu < _MAX_CPU_OF_WAITING_WORKER and not _machine_is_full(resources):
+    if resources.worker_busy < _MAX_BUSY_SHARE_OF_WAITING_WORKER:
         return "disk or network", f"{evidence}{_read_rate(resources)}"
-    if _machine_is_full(resources):
+    if resources.cpus_wanted >= _FULL_SHARE * resources.cpus:
         return "decoding", evidence
     return "too few workers", evidence
 
@@ -128,12 +127,6 @@ def _cause_in_training_process(resources: Resources) -> tuple[Cause, str]:
     if running < _MIN_RUNNING_SHARE:
         return "disk or network", f"{evidence}{_read_rate(resources)}"
     return "too few workers", evidence
-
-
-def _machine_is_full(resources: Resources) -> bool:
-    if resources.cpus_used >= _FULL_SHARE * resources.cpus:
-        return True
-    return resources.idle_share is not None and resources.idle_share < _MAX_IDLE_SHARE
 
 
 def _read_rate(resources: Resources) -> str:

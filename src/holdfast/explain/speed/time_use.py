@@ -39,10 +39,9 @@ class Resources:
     """What the trainers and loader workers used; see the event `ResourcesUsed`."""
 
     cpus: float
-    cpus_used: float
+    cpus_wanted: float
     workers: float
-    idle_share: float | None = None
-    worker_cpu: float | None = None
+    worker_busy: float | None = None
     seconds: float = 0.0
     bytes_read: int = 0
     waits_seen: int = 0

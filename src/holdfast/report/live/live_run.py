@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.explain.speed.finding import SpeedFinding
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.live.run_state import RunState
 from holdfast.report.run_follower import News

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.core.text import counted, duration, sanitise
-from holdfast.explain.speed.finding import SpeedFinding
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.tables import (
     EVENT_COLUMNS,

@@ -15,8 +15,8 @@ from pathlib import Path
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
-from holdfast.explain.speed.finding import SpeedFinding
 from holdfast.explain.speed.reading import speed_of_attempt
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import (

@@ -30,8 +30,9 @@ class LoopClock:
 
     def __init__(self, now: int = 0) -> None:
         self._began_at = now
-        self._steps = 0
-        self._write_at = 0
+        self.steps = 0
+        # When the times are next published.
+        self.publish_at = 0
         self.epochs = 0
         self.waited = 0
         self.waited_for_first_batches = 0
@@ -51,14 +52,11 @@ class LoopClock:
         # The value of `_saved` when the evaluation in progress began.
         self._saved_before_evaluation = 0
 
-    def end_step(self, board: ProgressBoard, now: int) -> None:
-        """Count a step, and publish the times if they have not been published lately."""
-        self._steps += 1
-        if now < self._write_at:
-            return
-        self._write_at = now + _WRITE_INTERVAL
+    def publish(self, board: ProgressBoard, now: int) -> None:
+        """Write the times to the board at the end of a step."""
+        self.publish_at = now + _WRITE_INTERVAL
         board.write_loop_times(
-            self._steps,
+            self.steps,
             self.epochs,
             self._evaluations,
             self._saves,
@@ -71,12 +69,6 @@ class LoopClock:
             self.backward,
             self.optimizer,
         )
-
-    def add_wait(self, nanoseconds: int) -> None:
-        """Add a wait for the loader that was not part of an evaluation."""
-        self.waited += nanoseconds
-        if self.starts_epoch:
-            self.waited_for_first_batches += nanoseconds
 
     def add_interruption(self, phase: ProcessPhase, nanoseconds: int) -> None:
         """Add the time for which training was interrupted, by saving or by starting workers."""

@@ -170,7 +170,9 @@ class StepTracker:
                 board.count_wait_as_evaluation(waited)
             else:
                 step.waited += waited
-                clock.add_wait(waited)
+                clock.waited += waited
+                if clock.starts_epoch:
+                    clock.waited_for_first_batches += waited
             clock.starts_epoch = False
             if phase is ProcessPhase.END_OF_EPOCH and not clock.evaluation_has_end:
                 # The loader of an evaluation without gradients is exhausted.
@@ -239,7 +241,7 @@ class StepTracker:
             return
         clock.end_evaluation(step.wait_began_at)
         step.waited += self._newest_wait
-        clock.add_wait(self._newest_wait)
+        clock.waited += self._newest_wait
 
     def _take_unscaled_loss(self, root: Any) -> Any:
         """Return the loss before scaling, or None if backward was called on a different tensor.
@@ -385,10 +387,12 @@ class StepTracker:
         if board.steps_made == 1:
             self.phases.training = ProcessPhase.FORWARD_BACKWARD
         now = board.enter(self.phases.training)
+        clock = self.phases.clock
+        clock.steps += 1
         if board.steps_made == 1:
             self.phases.clock = LoopClock(now)
-        else:
-            self.phases.clock.end_step(board, now)
+        elif now >= clock.publish_at:
+            clock.publish(board, now)
         step.began_at = now
         step.first_micro_step = board.micro_step
         ended.number = board.step

@@ -1,7 +1,7 @@
 """`ResourceWatch`: measure from outside what keeps a training loop busy or waiting.
 
 The progress boards show that a loop waits for data or runs code of its own, but not why. This
-module adds what only the kernel and py-spy know: the CPU time of loader workers, whether a process
+module adds what only the kernel and py-spy know: how busy loader workers are, whether a process
 that loads its own data computes or sleeps, and in which Python line a loop spends its time. Stacks
 are sampled only if a loop spends much of its time outside of backward, optimizer and loader.
 
@@ -33,7 +33,7 @@ from holdfast.recorder.run_files import (
     ProcessInfo,
     read_process_file,
 )
-from holdfast.supervise.process_tree import read_process
+from holdfast.supervise.process_tree import ProcessStat, read_process
 from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
 
 # Interval between updates. Reading the board and the state of a trainer takes 50 microseconds.
@@ -61,13 +61,16 @@ _OTHER_PARTS = ("/torch/utils/data/", "/torch/autograd/", "/torch/optim/", "/tor
 
 @dataclass(slots=True)
 class _CpuUse:
-    """The CPU time and the bytes read of one process, between its first and newest reading."""
+    """What one process used between its first and its newest reading.
+
+    `first_seconds` and `newest_seconds` are results of `_busy_seconds`.
+    """
 
     first_at: float
-    first_ticks: int
+    first_seconds: float
     first_bytes: int
     newest_at: float
-    newest_ticks: int
+    newest_seconds: float
     newest_bytes: int
 
     @property
@@ -76,9 +79,9 @@ class _CpuUse:
         return self.newest_at - self.first_at
 
     @property
-    def cpu_seconds(self) -> float:
-        """Return the CPU time used between the two readings."""
-        return (self.newest_ticks - self.first_ticks) / _TICKS_PER_SECOND
+    def busy_seconds(self) -> float:
+        """Return how long the process was busy between the two readings."""
+        return max(0.0, self.newest_seconds - self.first_seconds)
 
     @property
     def bytes_read(self) -> int:
@@ -151,7 +154,6 @@ class ResourceWatch:
         self._workers_counted = 0.0
         self._counts = 0
         self._refreshed_at = float("-inf")
-        self._machine = _read_machine_ticks()
         # How often a trainer was found waiting for data, and how often its main thread then ran.
         self._waits_seen = 0
         self._waits_running = 0
@@ -234,14 +236,15 @@ class ResourceWatch:
             if process is None:
                 continue
             bytes_read = read_fields(Path(f"/proc/{info.pid}/io")).get("rchar", 0)
+            busy_seconds = _busy_seconds(process)
             use = self._use.get(name)
             if use is None:
                 self._use[name] = _CpuUse(
-                    now, process.cpu_ticks, bytes_read, now, process.cpu_ticks, bytes_read
+                    now, busy_seconds, bytes_read, now, busy_seconds, bytes_read
                 )
             else:
                 use.newest_at = now
-                use.newest_ticks = process.cpu_ticks
+                use.newest_seconds = busy_seconds
                 use.newest_bytes = bytes_read
             if info.role == "loader worker":
                 self._workers.add(name)
@@ -259,19 +262,18 @@ class ResourceWatch:
         if seconds <= 0.0:
             return
         worker_seconds = sum(use.seconds for use in workers)
-        cpu_seconds = sum(use.cpu_seconds for use in (*workers, *others))
-        worker_cpu = None
+        busy_seconds = sum(use.busy_seconds for use in (*workers, *others))
+        worker_busy = None
         if worker_seconds > 0.0:
-            worker_cpu = round(sum(use.cpu_seconds for use in workers) / worker_seconds, 3)
+            worker_busy = round(sum(use.busy_seconds for use in workers) / worker_seconds, 3)
         self._emit(
             ResourcesUsed(
                 attempt=self._attempt,
                 seconds=round(seconds, 1),
                 cpus=self._cpus,
-                cpus_used=round(cpu_seconds / seconds, 2),
-                idle_share=_idle_share(self._machine, _read_machine_ticks()),
+                cpus_wanted=round(busy_seconds / seconds, 2),
                 workers=round(self._workers_counted / self._counts, 1),
-                worker_cpu=worker_cpu,
+                worker_busy=worker_busy,
                 bytes_read=sum(use.bytes_read for use in self._use.values()),
                 waits_seen=self._waits_seen,
                 waits_running=self._waits_running,
@@ -315,20 +317,15 @@ class ResourceWatch:
             self._failures += 1
 
 
-def _read_machine_ticks() -> tuple[int, int]:
-    """Return how many clock ticks the machine's CPUs were idle, and all their ticks; 0 if unknown.
+def _busy_seconds(process: ProcessStat) -> float:
+    """Return how long a process has been computing or waiting for a free CPU.
 
-    Waiting for a disk counts as idle.
+    On a machine that others use too, a busy process gets little CPU time, but it does not sleep.
+    The kernel counts the time on the run queue for the main thread, in which a loader worker
+    computes.
     """
+    busy_seconds = process.cpu_ticks / _TICKS_PER_SECOND
     with suppress(OSError, ValueError, IndexError):
-        # user, nice, system, idle, iowait, irq, softirq, steal
-        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        ticks = [int(word) for word in words]
-        return ticks[3] + ticks[4], sum(ticks)
-    return 0, 0
-
-
-def _idle_share(before: tuple[int, int], now: tuple[int, int]) -> float | None:
-    """Return the share of CPU time for which the machine was idle, or None if unknown."""
-    total = now[1] - before[1]
-    return round((now[0] - before[0]) / total, 3) if total > 0 else None
+        words = Path(f"/proc/{process.pid}/schedstat").read_text().split()
+        busy_seconds = max(busy_seconds, (int(words[0]) + int(words[1])) / 1e9)
+    return busy_seconds
