@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 SECONDS = 12.0
+MIN_STEPS = 25
 BATCH = 16
 CLASSES = 10
 # The planted work takes this many times as long as the training step: three quarters of the time.
@@ -58,6 +59,7 @@ class Training:
         self.model = small_network() if model is None else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step_seconds = self._measure_step()
+        self.steps = 0
         self._end = time.monotonic() + seconds
 
     def _measure_step(self) -> float:
@@ -72,11 +74,12 @@ class Training:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the time is not over yet."""
-        return time.monotonic() < self._end
+        """Return whether the time is not over yet, or few steps have been made."""
+        return time.monotonic() < self._end or self.steps < MIN_STEPS
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Train on one batch and return its loss."""
+        self.steps += 1
         loss = functional.cross_entropy(self.model(images), labels)
         self.optimizer.zero_grad()
         loss.backward()
@@ -416,7 +419,7 @@ class Ranks:
         self.step_seconds = float(seconds)
         self.model = nn.parallel.DistributedDataParallel(self.network)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.steps = max(20, int(SECONDS / ((1 + PLANTED) * self.step_seconds)))
+        self.steps = max(MIN_STEPS, int(SECONDS / ((1 + PLANTED) * self.step_seconds)))
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Train on one batch."""
@@ -460,7 +463,7 @@ def one_rank_has_large_batches(_: Path) -> None:
     factor = 8 if ranks.rank == 1 else 1
     images = torch.randn(factor * BATCH, 3, 32, 32)
     labels = torch.randint(CLASSES, (factor * BATCH,))
-    for _ in range(max(20, ranks.steps // 3)):
+    for _ in range(max(MIN_STEPS, ranks.steps // 3)):
         ranks.step(images, labels)
     ranks.close()
 
@@ -696,6 +699,7 @@ def accumulates_gradients_and_averages(_: Path) -> None:
             continue
         training.optimizer.step()
         training.optimizer.zero_grad()
+        training.steps += 1
         with torch.no_grad():
             for mean, weight in zip(average.parameters(), training.model.parameters(), strict=True):
                 mean.lerp_(weight, 0.01)

@@ -150,9 +150,8 @@ class ResourceWatch:
         self._use: dict[str, _CpuUse] = {}
         # The names in `_use` that belong to loader workers.
         self._workers: set[str] = set()
-        # The sum of the numbers of loader workers per trainer that were counted, and how often.
-        self._workers_counted = 0.0
-        self._counts = 0
+        # The largest number of loader workers per trainer; None if they were never counted.
+        self._most_workers: float | None = None
         self._refreshed_at = float("-inf")
         # How often a trainer was found waiting for data, and how often its main thread then ran.
         self._waits_seen = 0
@@ -212,7 +211,9 @@ class ResourceWatch:
         for name, info in self._trainers():
             with suppress(OSError, RunDirectoryError):
                 standing = read_board(self._folder / name / BOARD_FILE)
-                if standing is not None and standing.loop is not None:
+                # A process that shuts down has no workers any more, which says nothing of its loop.
+                is_over = standing is None or standing.phase is ProcessPhase.ENDING
+                if standing is not None and standing.loop is not None and not is_over:
                     boards.append((info, standing))
         return sorted(boards, key=lambda board: board[0].rank or 0)
 
@@ -250,11 +251,11 @@ class ResourceWatch:
                 self._workers.add(name)
         trainers = len(self._trainers())
         if trainers:
-            self._workers_counted += (len(self._processes) - trainers) / trainers
-            self._counts += 1
+            workers = (len(self._processes) - trainers) / trainers
+            self._most_workers = max(self._most_workers or 0.0, workers)
 
     def _record(self) -> None:
-        if not self._counts:
+        if self._most_workers is None:
             return
         workers = [use for name, use in self._use.items() if name in self._workers]
         others = [use for name, use in self._use.items() if name not in self._workers]
@@ -272,7 +273,7 @@ class ResourceWatch:
                 seconds=round(seconds, 1),
                 cpus=self._cpus,
                 cpus_wanted=round(busy_seconds / seconds, 2),
-                workers=round(self._workers_counted / self._counts, 1),
+                workers=round(self._most_workers, 1),
                 worker_busy=worker_busy,
                 bytes_read=sum(use.bytes_read for use in self._use.values()),
                 waits_seen=self._waits_seen,
