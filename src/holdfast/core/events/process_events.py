@@ -327,9 +327,9 @@ class ResourcesUsed(EventData):
 
     `cpus` is the number of CPUs that they may use, and `cpus_wanted` the mean number that they
     would have used if no other process had kept them waiting for one. `workers` is the largest
-    number of loader workers per trainer, and `worker_busy` the share of time in which a worker computed or
-    waited for a CPU. Of `waits_seen` observations of a trainer that waited for data, its main
-    thread computed in `waits_running`.
+    number of loader workers per trainer, and `worker_busy` the share of time in which a worker
+    computed or waited for a CPU. Of `waits_seen` observations of a trainer that waited for data,
+    its main thread computed in `waits_running`.
     """
 
     attempt: int
