@@ -24,11 +24,18 @@ from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, read_processes
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    LOST_FILE,
+    NOTIFY_VARIABLE,
+    OUTPUT_FILE,
+    read_processes,
+)
 from holdfast.supervise.launch.attempt import Attempt, AttemptEnd
 from holdfast.supervise.launch.commands import Sentinel, make_environment, start_command
 from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
 from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
+from holdfast.supervise.launch.notifications import RunNotifications
 from holdfast.supervise.launch.output import CommandStreams, OutputCopier, open_missing_streams
 from holdfast.supervise.launch.output_log import OutputLog
 from holdfast.supervise.launch.requeue import (
@@ -77,6 +84,7 @@ class RunOptions:
         max_log_bytes: Maximum size of the output log.
         requeue: Whether to ask Slurm to requeue the job after the training script has stopped.
         resume: Whether to save and resume a training script that does not use holdfast.
+        notify: Where to send messages about the run; see ``core.notify.receivers``. None: nowhere.
     """
 
     command: tuple[str, ...]
@@ -91,6 +99,7 @@ class RunOptions:
     max_log_bytes: int = 256 << 20
     requeue: bool = False
     resume: bool = False
+    notify: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +142,8 @@ class Supervisor:
 
     Raises:
         RunDirectoryError: H722 to H724 if the run directory cannot be used; see `RunFolder`.
-        PolicyError: H735 for the option `requeue` outside a Slurm job.
+        PolicyError: H735 for the option `requeue` outside a Slurm job, H118 if the receiver in
+            `notify` cannot be used.
     """
 
     def __init__(self, options: RunOptions, *, quiet: bool = False) -> None:
@@ -149,6 +159,12 @@ class Supervisor:
         if options.is_run_path_shared:
             position = find_host(options.command, self._environment)
         is_one_of_several = position.count > 1
+        # The other hosts would send the same messages.
+        self._notifications: RunNotifications | None = None
+        if options.notify is not None:
+            self._environment[NOTIFY_VARIABLE] = options.notify
+            if position.number == 0:
+                self._notifications = RunNotifications(options.notify, shared_path.name, self.emit)
         if is_one_of_several:
             self._folder = RunFolder(shared_path / f"host-{position.number}")
         else:
@@ -234,6 +250,8 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
+            # While the last messages are sent, Ctrl-C must not end the supervisor.
+            stack.callback(self._finish_notifications)
             yield _ProcessControl(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
     def _run_attempt(self, control: _ProcessControl) -> AttemptEnd:
@@ -325,6 +343,8 @@ class Supervisor:
         if judgement.error is not None:
             self.emit(process_events.WatchingFailed(what="verdict", error=judgement.error))
         write_verdict(self.run_path, verdict, self.emit)
+        if self._notifications is not None:
+            self._notifications.note_verdict(verdict)
         self.emit(process_events.VerdictReached(attempt=self._number, verdict=verdict.as_json()))
         step = verdict.step
         if step is None:
@@ -476,6 +496,16 @@ class Supervisor:
             self._box.event(
                 Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts())
             )
+        if self._notifications is not None:
+            self._notifications.note(data, step)
+
+    def _finish_notifications(self) -> None:
+        """Wait a few seconds for the last messages, and print the reason if one was not sent."""
+        if self._notifications is None:
+            return
+        problem = self._notifications.close()
+        if problem is not None:
+            self._copier.print_message(problem)
 
     def _report_lost_output(self, error: OSError) -> None:
         why = error.strerror or str(error)
