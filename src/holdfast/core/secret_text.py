@@ -28,7 +28,7 @@ class SecretText(str):
 def hide_receiver(text: str) -> str:
     """Return a receiver of messages without what may be secret.
 
-    Examples:
+    Example:
         >>> hide_receiver("https://name:password@ntfy.sh/topic")
         'https://ntfy.sh/***'
         >>> hide_receiver("apprise tgram://token/chat")
@@ -39,7 +39,9 @@ def hide_receiver(text: str) -> str:
         authority = rest
         for end in "/?#":
             authority = authority.partition(end)[0]
-        return f"{scheme}://{authority.rpartition('@')[2]}/***"
+        # Other schemes, such as those of apprise, have a token in the place of the host.
+        is_web = scheme.lower() in ("http", "https")
+        return f"{scheme}://{authority.rpartition('@')[2]}/***" if is_web else f"{scheme}://***"
     words = text.split()
     # The first word may be an assignment, such as "TOKEN=... send", which is a mistake.
     if not words or "=" in words[0]:

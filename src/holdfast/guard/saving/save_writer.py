@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from holdfast.checkpoint.saver import Snapshot, Writers, write
+from holdfast.checkpoint.saver import SPARE_BYTES, Snapshot, Writers, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError
@@ -177,7 +177,7 @@ class SaveWriter:
         except OSError:
             # The disk does not respond, or the directory was removed. The next save reports that.
             return
-        checkpoint_bytes = shot.size_bytes()
+        checkpoint_bytes = shot.size_bytes() + SPARE_BYTES
         was_low = self._is_disk_low
         self._is_disk_low = free_bytes < _LEAST_CHECKPOINTS * checkpoint_bytes
         if self._is_disk_low and not was_low:
