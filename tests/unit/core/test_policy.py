@@ -437,5 +437,5 @@ def test_a_receiver_of_messages_is_kept_and_not_shown(
     values = ["".join(policy.notify or "") for policy in policies]
     assert values == [command, command, url, command]
     for policy in policies:
-        shown = f"{policy} {policy.notify} {policy.notify!r} %s" % policy.notify  # noqa: UP031
+        shown = f"{policy} {policy.notify} {policy.notify!r} {policy.notify!s}"
         assert "S3cret" not in shown
