@@ -15,7 +15,6 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from typing import Any
 
 # The receiver was not reached, or asks to try again later.
 TRY_AGAIN = 1
@@ -28,11 +27,15 @@ _TIMEOUT_SECONDS = 9.0
 _TEMPORARY_STATUSES = (429, 408)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treats a redirect as an error, because `urllib` would follow it without the message."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
+# Without a handler of redirects, a redirect is an error. `urllib` would follow it without the
+# message.
+_HANDLERS = (
+    urllib.request.ProxyHandler,
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.HTTPErrorProcessor,
+)
 
 
 def main() -> int:
@@ -42,7 +45,9 @@ def main() -> int:
         given["url"], data=given["body"].encode(), headers=given["headers"], method="POST"
     )
     try:
-        opener = urllib.request.build_opener(_NoRedirect)
+        opener = urllib.request.OpenerDirector()
+        for handler in _HANDLERS:
+            opener.add_handler(handler())
         with opener.open(request, timeout=_TIMEOUT_SECONDS):
             return 0
     except urllib.error.HTTPError as error:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
@@ -35,7 +36,6 @@ from holdfast.supervise.launch.attempt import Attempt, AttemptEnd
 from holdfast.supervise.launch.commands import Sentinel, make_environment, start_command
 from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
 from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
-from holdfast.supervise.launch.notifications import RunNotifications
 from holdfast.supervise.launch.output import CommandStreams, OutputCopier, open_missing_streams
 from holdfast.supervise.launch.output_log import OutputLog
 from holdfast.supervise.launch.requeue import (
@@ -66,6 +66,9 @@ from holdfast.supervise.launch.verdicts import (
 from holdfast.supervise.launch.wandb_id import wandb_variables
 from holdfast.supervise.process_tree import Tree, read_start_ticks
 from holdfast.supervise.watch.limits import HangLimits
+
+if TYPE_CHECKING:
+    from holdfast.supervise.launch.notifications import RunNotifications
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +163,12 @@ class Supervisor:
         if options.is_run_path_shared:
             position = find_host(options.command, self._environment)
         is_one_of_several = position.count > 1
-        # The other hosts would send the same messages.
         self._notifications: RunNotifications | None = None
         if options.notify is not None:
             self._environment[NOTIFY_VARIABLE] = options.notify
+            # The other hosts would send the same messages.
             if position.number == 0:
-                self._notifications = RunNotifications(options.notify, shared_path.name, self.emit)
+                self._notifications = self._make_notifications(options.notify, shared_path.name)
         if is_one_of_several:
             self._folder = RunFolder(shared_path / f"host-{position.number}")
         else:
@@ -187,6 +190,12 @@ class Supervisor:
             raise
         self._copier = OutputCopier(self._log, quiet=quiet)
         self._folder.update_last_link(shared_path.absolute())
+
+    def _make_notifications(self, notify: str, run: str) -> RunNotifications:
+        # Imported here because most runs send no messages, and the supervisor must start quickly.
+        from holdfast.supervise.launch.notifications import RunNotifications
+
+        return RunNotifications(notify, run, self.emit)
 
     def _open_recording(self) -> None:
         try:

@@ -35,8 +35,8 @@ _GIVEN_STEP = 0
 _GUARD_STEP = 1
 # W&B sends its history every few seconds, in which a script logs fewer times than this.
 _MOST_POSITIONS = 4096
-# Arguments of ``wandb.init`` and fields of its argument ``settings`` with which the user chooses the
-# run.
+# Arguments of ``wandb.init``, and fields of its argument ``settings``, with which the user chooses
+# the run.
 _CHOSEN_BY_USER = ("id", "resume_from", "fork_from")
 _CHOSEN_IN_SETTINGS = ("run_id", "resume_from", "fork_from", "resume")
 # Values of ``resume=`` with which W&B continues a run that exists, and otherwise begins it.
