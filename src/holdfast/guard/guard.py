@@ -62,7 +62,6 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.memory.oom import find_out_of_memory, naming_lack_of_memory
-from holdfast.recorder.run_files import announce_preemption
 from holdfast.recorder.scalars import check_scalars
 
 # The newest guard of each run directory in this process.
@@ -188,7 +187,6 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
-        self._record.listen(_announce_preemption)
         if ranks.rank == 0:
             # The other ranks would send the same messages.
             notifications_for(self.policy, self._directory.path.name, self._record, clock)
@@ -960,15 +958,6 @@ def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
     """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())
-
-
-def _announce_preemption(data: EventData, _: Event) -> None:
-    """Announce a stop by a signal of a scheduler, or before the time of the run is over."""
-    if not isinstance(data, run_events.StopRequested):
-        return
-    is_signal = data.signal is not None and data.signal != signal.SIGINT.name
-    if is_signal or data.reason.startswith("max_time"):
-        announce_preemption()
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[], None]:

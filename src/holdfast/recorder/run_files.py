@@ -51,9 +51,6 @@ RESUME_VARIABLE = "RESUMED_BY_HOLDFAST"
 # The receiver to which the supervisor sends messages. A guard sends its own messages there, too. If
 # the variable is empty, as in a trial of `holdfast chaos`, a guard sends no messages.
 NOTIFY_VARIABLE = "NOTIFY_BY_HOLDFAST"
-# The id of the W&B run that `holdfast run` continues in all attempts. The variable WANDB_RUN_ID has
-# the same value, unless the script has set another one.
-WANDB_VARIABLE = "WANDB_RUN_BY_HOLDFAST"
 # When an observed Python process receives this real-time signal, it writes its stacks. SIGUSR1 and
 # SIGUSR2 cannot be used, because schedulers send them to warn a job, and a Guard stops the run when
 # it receives one of them. No common tool sends this real-time signal.
@@ -61,7 +58,6 @@ STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
-_preemption_listeners: list[Callable[[], None]] = []
 # The optimizers of open Guards, keyed by the `id` of the optimizer. A value consists of the
 # optimizer's name and a weak reference to the object that counts its steps in ``global_step``.
 guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
@@ -329,14 +325,3 @@ def announce_recording(path: Path) -> None:
     """
     for listener in _recording_listeners:
         listener(path)
-
-
-def on_preemption(listener: Callable[[], None]) -> None:
-    """Register a function to be called when a Guard in this process stops for a scheduler."""
-    _preemption_listeners.append(listener)
-
-
-def announce_preemption() -> None:
-    """Call the functions registered with `on_preemption`."""
-    for listener in _preemption_listeners:
-        listener()

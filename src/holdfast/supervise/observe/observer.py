@@ -33,7 +33,7 @@ from holdfast.recorder.run_files import (
     write_settings,
 )
 from holdfast.recorder.scalars import CheckedScalars, Scalars, outlets
-from holdfast.supervise.observe import logged_scalars, wandb_run
+from holdfast.supervise.observe import logged_scalars
 from holdfast.supervise.observe.launchers import is_launcher, leave_signals_to_ranks
 from holdfast.supervise.observe.process_end import ProcessEnd
 from holdfast.supervise.observe.stack_writer import StackWriter
@@ -105,18 +105,10 @@ class ProcessObserver:
         self._process_end = ProcessEnd(self.emit, self._on_exit, self.watch)
         os.register_at_fork(after_in_child=self._after_fork)
         on_recording(self._on_guard)
-        wandb_run.install(self.watch, self._run_path, self._attempt_key(), self.note_error)
         logged_scalars.install(self.watch, self.note_error)
         self.watch.when_imported("torch", self._on_torch)
         for package in _ENVIRONMENT_PACKAGES:
             self.watch.when_imported(package, self._on_environments)
-
-    def _attempt_key(self) -> str:
-        """Return a text that differs between all starts of the training processes.
-
-        torchrun restarts its workers within an attempt.
-        """
-        return f"{self._attempt}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')[:_MAX_DIGITS]}"
 
     # --- the directory of this process ---
 
