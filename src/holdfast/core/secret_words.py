@@ -56,7 +56,7 @@ KEY_OPTION = re.compile(rf"{_PREFIX}key", re.IGNORECASE)
 USER_OPTION = re.compile(r"-u|--(?:user|login|proxy-user)", re.IGNORECASE)
 # An option whose value is a receiver of messages, as for `holdfast run` and `Policy.add_arguments`,
 # or the variable HOLDFAST_NOTIFY.
-NOTIFY_OPTION = re.compile(r"(?:-{1,2}|[+]{0,2})(?:holdfast[_.])?notify", re.IGNORECASE)
+NOTIFY_OPTION = re.compile(r"(?:-{1,2}|[+]{0,2})(?:holdfast(?:_|\.))?notify", re.IGNORECASE)
 # A password directly attached to its option, as in ``mysql -pS3cret``. A word of lower-case letters
 # such as ``-preset`` does not match.
 ATTACHED_PASSWORD = re.compile(r"-p(?![a-z_-]*\Z)([^=\s]+)")
