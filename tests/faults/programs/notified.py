@@ -29,15 +29,18 @@ optimizer = torch.optim.Adam(model.parameters())
 batches = [torch.randn(4, 64) for _ in range(8)]
 for number in request.get("nan_at", ()):
     batches[number][0, 0] = float("nan")
+fields: dict[str, Any] = {}
+if "NOTIFY_OF_PROGRAM" in os.environ:
+    # A variable is not recorded, but the command line is.
+    fields["notify"] = os.environ["NOTIFY_OF_PROGRAM"]
 guard = holdfast.Guard(
     request["run_dir"],
     model=model,
     optimizer=optimizer,
     loader=batches,
-    # A variable is not recorded, but the command line is.
-    notify=os.environ.get("NOTIFY_OF_PROGRAM"),
     save_interval_steps=4,
     async_save=False,
+    **fields,
 )
 if "fill" in request:
     # A checkpoint takes 50 KiB, and needs 1 MiB to spare. There is room for one, but not for two.
