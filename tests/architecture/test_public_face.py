@@ -153,6 +153,7 @@ def test_the_commands_and_their_flags() -> None:
             "--max-restarts",
             "--no-observe",
             "--no-watchdog",
+            "--notify",
             "--quiet",
             "--requeue",
             "--restart-delay",

@@ -32,7 +32,7 @@ from holdfast.chaos.injection.seccomp import Refuser
 from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent, read_segment
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
-from holdfast.recorder.run_files import OBSERVE_VARIABLE
+from holdfast.recorder.run_files import NOTIFY_VARIABLE, OBSERVE_VARIABLE
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.commands import make_environment
 from holdfast.supervise.launch.kernel import become_subreaper
@@ -228,6 +228,8 @@ class Bench:
         # variable again for its own processes.
         del environment[OBSERVE_VARIABLE]
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
+        # The end of a trial is not worth a message.
+        environment[NOTIFY_VARIABLE] = ""
         environment["PWD"] = str(self.workplace.work)
         environment["TMPDIR"] = str(self.workplace.temporary)
         # The starter asks the kernel to kill it when this process dies, and then replaces itself

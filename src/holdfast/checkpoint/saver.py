@@ -31,7 +31,7 @@ from holdfast.core.files import remove
 STATE_FILE = "state.json"
 # Disk space that a checkpoint needs in addition to its tensors: for headers, the manifest (about
 # 250 bytes per tensor) and partly filled blocks of the file system.
-_SPARE_BYTES = 2**20
+SPARE_BYTES = 2**20
 _T = TypeVar("_T")
 # Extents by file and tensor name, as plain values that ranks can exchange.
 _PlainExtents = dict[str, dict[str, dict[str, Any]]]
@@ -215,7 +215,7 @@ def write(
         CheckpointError: H311 if the bytes read back differ from the bytes written.
     """
     writers = writers or Writers()
-    needed_bytes = shot.size_bytes() + _SPARE_BYTES
+    needed_bytes = shot.size_bytes() + SPARE_BYTES
     draft, save_id = writers.first(lambda: store.begin(shot.global_step, needed_bytes=needed_bytes))
     try:
         shares = writers.all(lambda: _write_share(draft, shot, writers.rank))

@@ -82,6 +82,18 @@ _Resume = Annotated[
         ),
     ),
 ]
+_Notify = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL|COMMAND",
+        help=(
+            "Send a message when the run ends, fails, restarts or hangs, and on NaN and low disk"
+            " space: to an http(s):// webhook (ntfy, Slack and Discord are recognized), or with a"
+            " command, which is run without a shell. Default: the variable HOLDFAST_NOTIFY."
+        ),
+        show_default=False,
+    ),
+]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
@@ -104,6 +116,7 @@ def run(
     max_log_bytes: _MaxLogBytes = 256 << 20,
     requeue: _Requeue = False,
     resume: _Resume = False,
+    notify: _Notify = None,
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
@@ -139,4 +152,5 @@ def run(
         max_log_bytes=max_log_bytes,
         requeue=requeue,
         resume=resume,
+        notify=notify,
     )

@@ -30,6 +30,8 @@ _CERTAIN = 0.9
 # How long the verdict waits for a reader of stderr. The supervisor has already waited longer for
 # the output of the command to be read.
 _PATIENCE_SECONDS = 5.0
+# The variable that sets `Policy.notify`.
+_NOTIFY_VARIABLE = "HOLDFAST_NOTIFY"
 
 
 def run_if_called_plainly(words: list[str]) -> None:
@@ -64,6 +66,7 @@ def supervise(
     quiet: bool = False,
     as_json: bool = False,
     resume: bool = False,
+    notify: str | None = None,
     **options: Any,
 ) -> NoReturn:
     """Run a command under supervision, print the outcome, and exit with the command's exit code.
@@ -75,6 +78,8 @@ def supervise(
         as_json: Whether to print a JSON summary on stdout; see `output.keep_stdout_for_json`.
         resume: Whether to save and resume an unchanged script. The run directory is then the same
             for each call with the same script.
+        notify: Where to send messages about the run. If None, the variable HOLDFAST_NOTIFY decides.
+            With the variable, a webhook's URL is not on a command line, which other users can read.
         options: Other fields of `RunOptions`.
     """
     try:
@@ -88,6 +93,7 @@ def supervise(
             run_path=run_path,
             is_run_path_shared=run_dir is not None,
             resume=resume,
+            notify=_receiver_or_none(notify),
             **options,
         )
         supervisor = Supervisor(run_options, quiet=quiet)
@@ -117,6 +123,14 @@ def supervise(
         with contextlib.suppress(OSError, SystemExit):
             print_json(summary, indent=None)
     sys.exit(outcome.exit_code)
+
+
+def _receiver_or_none(notify: str | None) -> str | None:
+    """Return where to send messages, from the option or the variable, or None for nowhere."""
+    if notify is None:
+        notify = os.environ.get(_NOTIFY_VARIABLE, "")
+    notify = notify.strip()
+    return None if notify.lower() in ("", "none") else notify
 
 
 def _print_complete(run_path: Path, *, quiet: bool, as_json: bool) -> None:

@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from holdfast.core.secret_text import hide_receiver
+
 HIDDEN = "***"
 
 # --- names ----------------------------------------------------------------------------------------
@@ -52,6 +54,9 @@ AMBIGUOUS_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,80}_(?:KEY|PASS|PAT|PW|AUTH|S
 KEY_OPTION = re.compile(rf"{_PREFIX}key", re.IGNORECASE)
 # An option whose value may be ``name:password``.
 USER_OPTION = re.compile(r"-u|--(?:user|login|proxy-user)", re.IGNORECASE)
+# An option whose value is a receiver of messages, as for `holdfast run` and `Policy.add_arguments`,
+# or the variable HOLDFAST_NOTIFY.
+NOTIFY_OPTION = re.compile(r"(?:-{1,2}|[+]{0,2})(?:holdfast(?:_|\.))?notify", re.IGNORECASE)
 # A password directly attached to its option, as in ``mysql -pS3cret``. A word of lower-case letters
 # such as ``-preset`` does not match.
 ATTACHED_PASSWORD = re.compile(r"-p(?![a-z_-]*\Z)([^=\s]+)")
@@ -114,8 +119,9 @@ SECRET_SHAPE = re.compile(
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
     # JSON web tokens.
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
-    # The secret part of a Slack webhook.
+    # The secret parts of webhooks of Slack and Discord.
     r"|(?<=hooks\.slack\.com/services/)[\w/]+"
+    r"|(?<=discord\.com/api/webhooks/)[\w/-]+|(?<=discordapp\.com/api/webhooks/)[\w/-]+"
     # A private key in PEM format, even if its end is cut off.
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?"
     r"(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
@@ -196,6 +202,17 @@ def hide_password(value: str) -> str:
     return f"{name}:{HIDDEN}"
 
 
+def hide_notify_value(value: str) -> str:
+    """Return the value of an option such as ``--notify`` without its secrets.
+
+    A single word that is not a URL is the name of a program or the value of another program's
+    option, and is returned unchanged.
+    """
+    if "://" not in value and not re.search(r"\s", value):
+        return value
+    return hide_receiver(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """A kind of command-line option, and how to hide its value.
@@ -218,6 +235,7 @@ OPTIONS = (
     Option(AMBIGUOUS_VARIABLE, hide_unless_harmless, takes_next_word=False),
     Option(KEY_OPTION, hide_if_random),
     Option(USER_OPTION, hide_password),
+    Option(NOTIFY_OPTION, hide_notify_value),
 )
 
 

@@ -9,6 +9,9 @@ option:
     --sort-key                Other options that end in "key" mostly name a column, so the value is
                               treated as a secret only if it looks random.
 
+    --notify                  The value is a receiver of messages. If it is a webhook, its path is a
+                              secret; if it is a command, its arguments may be.
+
 Other secrets are not recognized, and a program's output is not searched. The patterns and the
 search are in ``secret_words``.
 """
@@ -27,6 +30,8 @@ _HINTS = (
     *("-p", "-k", "-u"),
     # Addresses, which may contain a password.
     "://",
+    # The option that takes a receiver of messages, which may be a command with a password.
+    "notify",
     # The beginnings of access tokens.
     *("hf_", "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat", "glpat-", "akia", "asia"),
     *("xox", "aiza", "eyj", "npm_", "pypi-", "sk_", "rk_", "r8_", "dop_v1_", "nvapi-", "wandb_v1_"),

@@ -38,6 +38,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.evaluation import BatchEvaluator, EvaluationFunction
 from holdfast.guard.images import write_image
+from holdfast.guard.notifications import notifications_for
 from holdfast.guard.ranks.recognize import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
@@ -186,6 +187,9 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
+        if ranks.rank == 0:
+            # The other ranks would send the same messages.
+            notifications_for(self.policy, self._directory.path.name, self._record, clock)
         # The stop request of this process. All ranks agree on one request, `self._stop`.
         self._asked = StopRequest(self.policy.stop_signals, self._record.note_stop_signal)
         self._loader = loader

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -50,6 +50,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         RollBack,
         Stop,
         run_events.SaveFailed,
+        run_events.DiskSpaceLow,
         run_events.SaveRefused,
         run_events.LossScaleCollapsed,
         run_events.StopRequested,
@@ -111,6 +112,7 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
         run_events.RecordingMovedAside,
         run_events.RollbackFailed,
         process_events.ScalarsNotRecorded,
+        process_events.MessageNotSent,
     }
 )
 
@@ -148,6 +150,8 @@ class RunRecord:
         self._global_step = 0
         # Compares the steps that a resumed run repeats. None if there is nothing to compare.
         self._repeated: RepeatedSteps | None = None
+        # Functions that are called with each event, after it was recorded.
+        self._listeners: list[Callable[[EventData, Event], None]] = []
         # The event about a repeated step that differs. None if there is none.
         self.failed_repetition: run_events.RepeatedStepDiffers | None = None
 
@@ -293,6 +297,13 @@ class RunRecord:
 
     # --- events and steps
 
+    def listen(self, listener: Callable[[EventData, Event], None]) -> None:
+        """Call a function with each event that this process records from now on.
+
+        It may be called in any thread, and must neither fail nor take long.
+        """
+        self._listeners.append(listener)
+
     def emit(
         self, data: EventData, *, global_step: int | None = None, is_logged: bool = True
     ) -> None:
@@ -315,6 +326,8 @@ class RunRecord:
             with self._lock:
                 if self._box is not None:
                     self._box.event(event)
+            for listener in self._listeners:
+                listener(data, event)
         if is_logged:
             self._log_event(data, event)
 

@@ -48,6 +48,9 @@ OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
 # Set if `holdfast run` saves and resumes an unchanged script.
 RESUME_VARIABLE = "RESUMED_BY_HOLDFAST"
+# The receiver to which the supervisor sends messages. A guard sends its own messages there, too. If
+# the variable is empty, as in a trial of `holdfast chaos`, a guard sends no messages.
+NOTIFY_VARIABLE = "NOTIFY_BY_HOLDFAST"
 # When an observed Python process receives this real-time signal, it writes its stacks. SIGUSR1 and
 # SIGUSR2 cannot be used, because schedulers send them to warn a job, and a Guard stops the run when
 # it receives one of them. No common tool sends this real-time signal.

@@ -154,6 +154,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.SaveRefused(why="2 tensors hold NaN", kept="damaged-1"), ("2 tensors", "damaged-1")),
     (run.SavePostponed(why="spikes"), ("spikes",)),
     (run.SavesSynchronous(why="no memory"), ("no memory",)),
+    (run.DiskSpaceLow(free_bytes=5 * MIB, checkpoint_bytes=3 * MIB), ("5 MiB", "3 MiB")),
     (run.PruneFailed(error=ERROR), (ERROR,)),
     (run.NotSaved(newest_checkpoint=40, failed_saves=2, error=ERROR), ("40", "2 saves", ERROR)),
     (run.NotSaved(newest_checkpoint=None, failed_saves=0), ("no checkpoint",)),
@@ -382,6 +383,10 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     ),
     (process.Stopped(why="all restarts are used"), ("all restarts are used",)),
     (process.Signal(number=15), ("SIGTERM",)),
+    (
+        process.MessageNotSent(message="end", receiver="https://host/***", error="HTTP 404"),
+        ("end", "https://host/***", "HTTP 404"),
+    ),
     (process.Requeued(job="4711"), ("4711",)),
     (process.Requeued(job="4711_3", refusal="Access denied"), ("4711_3", "Access denied")),
     (

@@ -71,6 +71,7 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
         ["auto", None, "11h30m", "90m", "45s", "1d2h", "11:30:00", "1-02:00:00"],
     ),
     "stop_exit_code": ([-1, 256, 1.5, True, "85"], [None, 0, 85, 255]),
+    "notify": (["", " ", 1, True, ("a",)], [None, "notify-send", "https://ntfy.sh/topic"]),
 }
 
 
@@ -420,3 +421,21 @@ def test_hostile_yaml_is_refused(tmp_path, monkeypatch, text):
         monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", text.removeprefix("max_grad_norm: "))
         with pytest.raises(PolicyError, match="H102"):
             Policy.of(None)
+
+
+def test_a_receiver_of_messages_is_kept_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, policy_file: Path
+) -> None:
+    """Whatever the source: its value is used, and no text that shows the policy contains it."""
+    url = "https://me:S3cret@host/S3cret"
+    command = 'send -k S3cret "my title"'
+    policy_file.write_text(f"notify: '{command}'")
+    from_file = Policy.from_yaml(policy_file)
+    monkeypatch.setenv("HOLDFAST_NOTIFY", command)
+    policies = [Policy(), from_file, Policy(notify=url), Policy().replace(keep_latest_k=1)]
+
+    values = ["".join(policy.notify or "") for policy in policies]
+    assert values == [command, command, url, command]
+    for policy in policies:
+        shown = f"{policy} {policy.notify} {policy.notify!r} {policy.notify!s}"
+        assert "S3cret" not in shown

@@ -23,6 +23,16 @@ class Decision(EventData):
     promise: Promise
 
 
+class StepRefused(Decision):
+    """A proposed response to a step that must not take effect.
+
+    `nonfinite` says whether that is because of NaN or Inf.
+    """
+
+    kind: ClassVar[str] = ""
+    nonfinite: bool = False
+
+
 class Retry(Decision):
     """Repeat the attempt at this step after freeing memory."""
 
@@ -72,7 +82,7 @@ class Grow(Decision):
         return f"trying {size} from the next step on: {self.reason} ({self.promise})"
 
 
-class SkipStep(Decision):
+class SkipStep(StepRefused):
     """Skip this batch and restore the state before it.
 
     `epoch` and `batch` identify the batch. Both are None if the guard does not count batches.
@@ -88,7 +98,7 @@ class SkipStep(Decision):
         return f"{batch} skipped: {self.reason} ({self.promise})"
 
 
-class RollBack(Decision):
+class RollBack(StepRefused):
     """Restore the last good state.
 
     If `rewind_data` is true, the batches since that state are replayed. Otherwise, they are
@@ -109,7 +119,7 @@ class RollBack(Decision):
         return f"{start} to the last good state, {data}: {self.reason} ({self.promise})"
 
 
-class Stop(Decision):
+class Stop(StepRefused):
     """End the run because no remedy is left. `rule` is the rule id of the error to raise."""
 
     epoch: int | None = None

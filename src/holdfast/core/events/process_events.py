@@ -173,6 +173,21 @@ class EndedElsewhere(WithReason):
     summary = "another host ended the attempt"
 
 
+class MessageNotSent(EventData):
+    """A message for the user could not be sent.
+
+    `message` is the kind of message, such as ``"failure"``, and `receiver` is where it was sent to,
+    without secrets.
+    """
+
+    message: str
+    receiver: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"a message ({self.message}) could not be sent to {self.receiver}: {self.error}"
+
+
 # --- the watchdog ---------------------------------------------------------------------------------
 
 

@@ -627,6 +627,22 @@ class SavesSynchronous(WithReason):
     summary = "training waits for saves from now on"
 
 
+class DiskSpaceLow(EventData):
+    """The disk of the run directory has little space left for further checkpoints.
+
+    A new checkpoint, of `checkpoint_bytes`, is written before an old one is removed.
+    """
+
+    free_bytes: int
+    checkpoint_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"disk space is low: {size(self.free_bytes)} free, and a checkpoint needs"
+            f" {size(self.checkpoint_bytes)}"
+        )
+
+
 class PruneFailed(Failed):
     """Older checkpoints could not be removed."""
 

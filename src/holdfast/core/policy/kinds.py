@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from holdfast.core.errors import PolicyError, nearest
 from holdfast.core.policy.durations import is_time_limit
 from holdfast.core.policy.sources import SourcedValue, describe_sources
+from holdfast.core.secret_text import SecretText
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
@@ -67,6 +68,10 @@ ExitCodeOrNone = Annotated[
     Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"
 ]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
+NotifyOrNone = Annotated[
+    Annotated[str, Predicate(str.strip)] | None,
+    "a URL such as https://ntfy.sh/TOPIC, a command, or None",
+]
 TimeLimit = Annotated[
     timedelta | str | None,
     Predicate(is_time_limit),
@@ -76,6 +81,8 @@ TimeLimit = Annotated[
     ),
 ]
 
+# Types whose values may be secrets.
+_SECRET_KINDS = (NotifyOrNone,)
 # Longer values are truncated in error messages.
 _MAX_SHOWN_CHARACTERS = 400
 
@@ -89,6 +96,9 @@ def check(name: str, kind: Any, value: Any) -> Any:
         value: Either a Python argument, which must already have that type (a list counts as a
             tuple), or a `SourcedValue`, whose string is converted.
 
+    Returns:
+        The value. A string that may be a secret is returned as a `SecretText`.
+
     Raises:
         PolicyError: H102 for an invalid value. The message names the field, the value, its source
             and the allowed values.
@@ -96,7 +106,9 @@ def check(name: str, kind: Any, value: Any) -> Any:
     is_argument = not isinstance(value, SourcedValue)
     for reading in _readings(value):
         with contextlib.suppress(ValueError):
-            return _type_adapter(kind).validate_python(reading, strict=is_argument)
+            valid = _type_adapter(kind).validate_python(reading, strict=is_argument)
+            is_secret = kind in _SECRET_KINDS and isinstance(valid, str)
+            return SecretText("".join(valid)) if is_secret else valid
     shown = _shown(value)
     allowed = _allowed(kind)
     raise PolicyError(

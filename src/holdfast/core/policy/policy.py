@@ -253,6 +253,13 @@ class Policy:
     then raises ``SystemExit`` with this code, so code after the loop does not run. None: the loop
     ends, and the script continues after it."""
 
+    notify: kinds.NotifyOrNone = None
+    """Where to send a message when the run ends, fails or resumes, when a step has NaN or Inf, and
+    when the disk is nearly full. An ``https://`` URL is a webhook (ntfy, Slack and Discord are
+    recognized), and anything else is a command that is run without a shell. Messages never delay a
+    step, and delay the end of the process by at most 5 seconds. The value is not recorded. None:
+    no messages, except for those of ``holdfast run --notify``."""
+
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
         """Return a policy with the settings in a YAML file, which must contain a mapping.

@@ -33,8 +33,9 @@ _MAX_FILE_BYTES = 64 << 10
 _MAX_DEPTH = 8
 # Longer messages from the YAML parser are truncated.
 _MAX_MESSAGE_CHARACTERS = 400
-# Characters that are stripped from both ends of a string: whitespace and quotation marks.
-_AROUND = " \t\n'\""
+_QUOTES = "'\""
+# Characters that are stripped from both ends of a part of a list.
+_AROUND = f" \t\n{_QUOTES}"
 # Strings that mean None, compared in lower case.
 _NONE_TEXTS = ("", "~", "null", "none")
 # The prefix of holdfast's options in the argparse namespace, which also contains the program's own
@@ -64,13 +65,24 @@ class SourcedValue:
         """
         if not isinstance(self.value, str):
             return (self.value,)
-        text = self.value.strip(_AROUND)
+        text = _without_quotes(self.value)
         inner = text
         if text.startswith("[") and text.endswith("]"):
             inner = text[1:-1]
         parts = [part.strip(_AROUND) for part in inner.split(",")]
         parts = [part for part in parts if not _is_none(part)]
         return (None if _is_none(text) else text, parts)
+
+
+def _without_quotes(text: str) -> str:
+    """Return a text without whitespace around it, and without quotation marks around all of it.
+
+    A quotation mark at only one end belongs to the text, as in ``notify-send "my title"``.
+    """
+    text = text.strip()
+    while len(text) > 1 and text[0] == text[-1] and text[0] in _QUOTES:
+        text = text[1:-1].strip()
+    return text
 
 
 def _is_none(text: str) -> bool:

@@ -316,8 +316,11 @@ class Recovery:
         )
 
     def _with_position(self, decision: Decision, trouble: Trouble) -> Decision:
-        """Return a decision with the position in the data and, for a `Stop`, the error's rule."""
-        facts = {**self.samples.position()}
+        """Return a decision with the position in the data, the trouble, and the error's rule.
+
+        Only a `Stop` has a rule.
+        """
+        facts = {**self.samples.position(), "nonfinite": trouble is Trouble.NONFINITE}
         if isinstance(decision, Stop):
             facts["rule"] = "H503" if trouble is Trouble.DIVERGED else "H501"
         return replace(decision, **facts)

@@ -22,6 +22,7 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
+from holdfast.core.secret_text import SecretText
 from holdfast.guard.context import RunContext
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.outside_requests import OutsideRequests
@@ -193,7 +194,9 @@ class Session:
         for field in fields(self.policy):
             value = getattr(self.policy, field.name)
             if value != field.default:
-                settings[f"policy.{field.name}"] = value
+                # str() hides the content of a secret.
+                is_secret = isinstance(value, SecretText)
+                settings[f"policy.{field.name}"] = str(value) if is_secret else value
         for name, optimizer in self.parts.optimizers.items():
             settings[name] = type(optimizer).__name__
         settings |= self.saved_state.settings.begun_with

@@ -7,6 +7,7 @@ which the training thread reads once the save has ended.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from holdfast.checkpoint.saver import Snapshot, Writers, write
+from holdfast.checkpoint.saver import SPARE_BYTES, Snapshot, Writers, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError
@@ -23,6 +24,10 @@ from holdfast.core.events import run_events
 from holdfast.core.text import counted
 from holdfast.guard.record import RunRecord, describe_error
 
+# Disk space is low if fewer checkpoints than this fit. The next save needs space for one, because
+# it removes an old checkpoint only after it has written the new one. The second one is for whatever
+# else is written to the disk until then.
+_LEAST_CHECKPOINTS = 2
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 # The names of some tensors in which NaN or Inf was found, and the number of such tensors.
 NonFinite: TypeAlias = tuple[list[str], int]
@@ -77,6 +82,8 @@ class SaveWriter:
         self._clock = clock
         self._writers = writers
         self._keep_latest_k = keep_latest_k
+        # Whether disk space was low after the last save.
+        self._is_disk_low = False
 
     @property
     def are_several(self) -> bool:
@@ -105,6 +112,7 @@ class SaveWriter:
             save.error = error
             self._end(save)
             self._record_failure(step, error, save.seconds)
+            self._check_disk(save.shot)
             return save
         removed = self._remove_old_checkpoints(entry)
         save.entry = entry
@@ -120,6 +128,7 @@ class SaveWriter:
             ),
             global_step=step,
         )
+        self._check_disk(save.shot)
         return save
 
     def refuse(self, save: Save, nonfinite: NonFinite) -> Save:
@@ -158,6 +167,24 @@ class SaveWriter:
             self._record.emit(event, global_step=newest.global_step)
             return []
         return [path.name for path in removed]
+
+    def _check_disk(self, shot: Snapshot) -> None:
+        """Record on the first rank that disk space has become low. Called after each save."""
+        if self._writers.rank:
+            return
+        try:
+            free_bytes = shutil.disk_usage(self._store.directory).free
+        except OSError:
+            # The disk does not respond, or the directory was removed. The next save reports that.
+            return
+        checkpoint_bytes = shot.size_bytes() + SPARE_BYTES
+        was_low = self._is_disk_low
+        self._is_disk_low = free_bytes < _LEAST_CHECKPOINTS * checkpoint_bytes
+        if self._is_disk_low and not was_low:
+            event = run_events.DiskSpaceLow(
+                free_bytes=free_bytes, checkpoint_bytes=checkpoint_bytes
+            )
+            self._record.emit(event, global_step=shot.global_step)
 
     def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
         failed = run_events.SaveFailed(error=describe_error(error), seconds=round(seconds, 4))

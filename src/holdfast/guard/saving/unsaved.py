@@ -19,6 +19,7 @@ import os
 import sys
 import traceback
 import weakref
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,11 +48,19 @@ class Run(Protocol):
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
+# Functions that are called when the process exits, after all runs have ended.
+_after_runs: list[Callable[[], None]] = []
+
 
 def watch(run: Run) -> None:
     """Call the run's `end_at_exit` when the process exits, if the run still exists by then."""
     if not _is_in_a_test():
         _runs.add(run)
+
+
+def call_after_runs(function: Callable[[], None]) -> None:
+    """Call a function when the process exits, after all runs have ended. Not in a forked child."""
+    _after_runs.append(function)
 
 
 def note_unsaved(run_dir: Path, why: str) -> None:
@@ -106,11 +115,14 @@ def _watch_sys_exit() -> None:
     sys.exit = exit
 
 
+def uncaught_exception() -> BaseException | None:
+    """Return the uncaught exception that has ended the script, so that the exit code is 1."""
+    error = getattr(sys, "last_exc", None)
+    return getattr(sys, "last_value", None) if error is None else error
+
+
 def _ends_with_an_exception() -> bool:
-    """Return whether an uncaught exception ended the script, so that the exit code is 1."""
-    return (
-        getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
-    )
+    return uncaught_exception() is not None
 
 
 def _report_left_steps() -> None:
@@ -139,6 +151,8 @@ def _end_runs() -> None:
             traceback.print_exc()
     _report_left_steps()
     _set_exit_code()
+    for function in _after_runs:
+        function()
 
 
 def _set_exit_code() -> None:
@@ -167,3 +181,4 @@ atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
 os.register_at_fork(after_in_child=_left_steps.clear)
 os.register_at_fork(after_in_child=_runs.clear)
+os.register_at_fork(after_in_child=_after_runs.clear)

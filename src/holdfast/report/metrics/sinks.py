@@ -30,7 +30,7 @@ _TAGS = {
 # Settings that prevent wandb from uploading console output, code, git state, package lists and
 # machine information. wandb has supported them since version 0.19. Names with the prefix ``x_`` are
 # not part of its public API. The host name and the versions of wandb and Python are still uploaded.
-_UPLOAD_NUMBERS_ONLY = {
+_UPLOAD_NUMBERS_ONLY: dict[str, Any] = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
@@ -24,7 +25,13 @@ from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, read_processes
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    LOST_FILE,
+    NOTIFY_VARIABLE,
+    OUTPUT_FILE,
+    read_processes,
+)
 from holdfast.supervise.launch.attempt import Attempt, AttemptEnd
 from holdfast.supervise.launch.commands import Sentinel, make_environment, start_command
 from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
@@ -59,6 +66,9 @@ from holdfast.supervise.launch.verdicts import (
 from holdfast.supervise.process_tree import Tree, read_start_ticks
 from holdfast.supervise.watch.limits import HangLimits
 
+if TYPE_CHECKING:
+    from holdfast.supervise.launch.notifications import RunNotifications
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
@@ -77,6 +87,7 @@ class RunOptions:
         max_log_bytes: Maximum size of the output log.
         requeue: Whether to ask Slurm to requeue the job after the training script has stopped.
         resume: Whether to save and resume a training script that does not use holdfast.
+        notify: Where to send messages about the run; see ``core.notify.receivers``. None: nowhere.
     """
 
     command: tuple[str, ...]
@@ -91,6 +102,7 @@ class RunOptions:
     max_log_bytes: int = 256 << 20
     requeue: bool = False
     resume: bool = False
+    notify: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +145,8 @@ class Supervisor:
 
     Raises:
         RunDirectoryError: H722 to H724 if the run directory cannot be used; see `RunFolder`.
-        PolicyError: H735 for the option `requeue` outside a Slurm job.
+        PolicyError: H735 for the option `requeue` outside a Slurm job, H118 if the receiver in
+            `notify` cannot be used.
     """
 
     def __init__(self, options: RunOptions, *, quiet: bool = False) -> None:
@@ -149,6 +162,12 @@ class Supervisor:
         if options.is_run_path_shared:
             position = find_host(options.command, self._environment)
         is_one_of_several = position.count > 1
+        self._notifications: RunNotifications | None = None
+        if options.notify is not None:
+            self._environment[NOTIFY_VARIABLE] = options.notify
+            # The other hosts would send the same messages.
+            if position.number == 0:
+                self._notifications = self._make_notifications(options.notify, shared_path.name)
         if is_one_of_several:
             self._folder = RunFolder(shared_path / f"host-{position.number}")
         else:
@@ -168,6 +187,12 @@ class Supervisor:
             raise
         self._copier = OutputCopier(self._log, quiet=quiet)
         self._folder.update_last_link(shared_path.absolute())
+
+    def _make_notifications(self, notify: str, run: str) -> RunNotifications:
+        # Imported here because most runs send no messages, and the supervisor must start quickly.
+        from holdfast.supervise.launch.notifications import RunNotifications
+
+        return RunNotifications(notify, run, self.emit)
 
     def _open_recording(self) -> None:
         try:
@@ -234,6 +259,8 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
+            # While the last messages are sent, Ctrl-C must not end the supervisor.
+            stack.callback(self._finish_notifications)
             yield _ProcessControl(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
     def _run_attempt(self, control: _ProcessControl) -> AttemptEnd:
@@ -325,6 +352,8 @@ class Supervisor:
         if judgement.error is not None:
             self.emit(process_events.WatchingFailed(what="verdict", error=judgement.error))
         write_verdict(self.run_path, verdict, self.emit)
+        if self._notifications is not None:
+            self._notifications.note_verdict(verdict)
         self.emit(process_events.VerdictReached(attempt=self._number, verdict=verdict.as_json()))
         step = verdict.step
         if step is None:
@@ -476,6 +505,16 @@ class Supervisor:
             self._box.event(
                 Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts())
             )
+        if self._notifications is not None:
+            self._notifications.note(data, step)
+
+    def _finish_notifications(self) -> None:
+        """Wait a few seconds for the last messages, and print the reason if one was not sent."""
+        if self._notifications is None:
+            return
+        problem = self._notifications.close()
+        if problem is not None:
+            self._copier.print_message(problem)
 
     def _report_lost_output(self, error: OSError) -> None:
         why = error.strerror or str(error)
