@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from holdfast.core.errors import PolicyError, nearest
 from holdfast.core.policy.durations import is_time_limit
 from holdfast.core.policy.sources import SourcedValue, describe_sources
-from holdfast.core.secrets import without_secrets
+from holdfast.core.secrets import SecretUrl, without_secrets
 from holdfast.core.text import sanitise
 
 
@@ -67,6 +67,7 @@ ExitCodeOrNone = Annotated[
     Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"
 ]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
+UrlOrNone = Annotated[SecretUrl | None, "a URL such as s3://bucket/run, or None"]
 TimeLimit = Annotated[
     timedelta | str | None,
     Predicate(is_time_limit),

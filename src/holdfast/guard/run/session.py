@@ -22,6 +22,7 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
+from holdfast.core.secrets import SecretUrl
 from holdfast.guard.context import RunContext
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.outside_requests import OutsideRequests
@@ -37,6 +38,7 @@ from holdfast.guard.saving.components import (
 )
 from holdfast.guard.saving.directory_check import DirectoryCheck
 from holdfast.guard.saving.end_report import EndReport
+from holdfast.guard.saving.mirroring import Mirroring
 from holdfast.guard.saving.reserves import Reserves
 from holdfast.guard.saving.save_results import SaveResults
 from holdfast.guard.saving.save_schedule import SaveSchedule, chooser_of
@@ -91,6 +93,13 @@ class Session:
         chooser = chooser_of(context.policy)
         self.saved_state = SavedState(context, directory, chooser)
         self._save_results = SaveResults(directory)
+        self.mirroring = Mirroring(
+            context.policy,
+            directory,
+            self._store,
+            context.record.emit,
+            is_enabled=context.ranks.rank == 0,
+        )
         self.saving = self._new_saving(context, chooser)
         self.requests = OutsideRequests(
             directory=directory,
@@ -144,7 +153,12 @@ class Session:
                 interval, chooser, record, self.clock, trains_on_cpu=cuda is None
             ),
             writer=SaveWriter(
-                self._store, record, self.clock, writers or Writers(), policy.keep_latest_k
+                self._store,
+                record,
+                self.clock,
+                writers or Writers(),
+                keep_latest_k=policy.keep_latest_k,
+                mirroring=self.mirroring,
             ),
             thread=thread,
             results=self._save_results,
@@ -193,7 +207,8 @@ class Session:
         for field in fields(self.policy):
             value = getattr(self.policy, field.name)
             if value != field.default:
-                settings[f"policy.{field.name}"] = value
+                is_url = isinstance(value, SecretUrl)
+                settings[f"policy.{field.name}"] = value.redacted if is_url else value
         for name, optimizer in self.parts.optimizers.items():
             settings[name] = type(optimizer).__name__
         settings |= self.saved_state.settings.begun_with
@@ -285,6 +300,7 @@ class Session:
                     self.end_report.report_left_steps()
                 self._report_late_steps()
                 self.requests.close()
+                self.mirroring.finish()
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:

@@ -22,6 +22,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.core.events import run_events
 from holdfast.core.text import counted
 from holdfast.guard.record import RunRecord, describe_error
+from holdfast.guard.saving.mirroring import Mirroring
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 # The names of some tensors in which NaN or Inf was found, and the number of such tensors.
@@ -67,16 +68,25 @@ class SaveWriter:
         clock: The source of time.
         writers: The ranks that write.
         keep_latest_k: The number of checkpoints to keep.
+        mirroring: Copies each new checkpoint to the mirror of the run, if it has one.
     """
 
     def __init__(
-        self, store: Store, record: RunRecord, clock: Clock, writers: Writers, keep_latest_k: int
+        self,
+        store: Store,
+        record: RunRecord,
+        clock: Clock,
+        writers: Writers,
+        *,
+        keep_latest_k: int,
+        mirroring: Mirroring,
     ) -> None:
         self._store = store
         self._record = record
         self._clock = clock
         self._writers = writers
         self._keep_latest_k = keep_latest_k
+        self._mirroring = mirroring
 
     @property
     def are_several(self) -> bool:
@@ -107,6 +117,7 @@ class SaveWriter:
             self._record_failure(step, error, save.seconds)
             return save
         removed = self._remove_old_checkpoints(entry)
+        self._mirroring.offer(entry)
         save.entry = entry
         save.cpu_seconds = time.thread_time() - cpu_started
         stall = self._end(save)
@@ -151,7 +162,9 @@ class SaveWriter:
         if self._writers.rank:
             return []
         try:
-            removed = self._store.prune(self._keep_latest_k, known_good=newest)
+            removed = self._store.prune(
+                self._keep_latest_k, known_good=newest, in_use=self._mirroring.in_use()
+            )
         except (OSError, HoldfastError) as error:
             # The new checkpoint is good, even if old ones could not be removed.
             event = run_events.PruneFailed(error=str(error))

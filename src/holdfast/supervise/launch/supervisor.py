@@ -59,6 +59,8 @@ from holdfast.supervise.launch.verdicts import (
 from holdfast.supervise.process_tree import Tree, read_start_ticks
 from holdfast.supervise.watch.limits import HangLimits
 
+_MIRROR_VARIABLE = "HOLDFAST_MIRROR"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
@@ -77,6 +79,7 @@ class RunOptions:
         max_log_bytes: Maximum size of the output log.
         requeue: Whether to ask Slurm to requeue the job after the training script has stopped.
         resume: Whether to save and resume a training script that does not use holdfast.
+        mirror: Where the script's guard copies its checkpoints, or None.
     """
 
     command: tuple[str, ...]
@@ -91,6 +94,8 @@ class RunOptions:
     max_log_bytes: int = 256 << 20
     requeue: bool = False
     resume: bool = False
+    # It may contain credentials.
+    mirror: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +145,9 @@ class Supervisor:
         open_missing_streams()
         self._options = options
         self._environment = dict(os.environ)
+        if options.mirror is not None:
+            # A guard reads its settings from such variables.
+            self._environment[_MIRROR_VARIABLE] = options.mirror
         # The Slurm job to requeue after a stop, or None.
         self._job = job_to_requeue(self._environment) if options.requeue else None
         self._history: list[PastAttempt] = []
