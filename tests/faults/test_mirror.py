@@ -18,6 +18,7 @@ from tests.faults.small_run import guard_in, same, train
 from tests.prepared import Prepared
 
 from holdfast import CheckpointError, HoldfastError, Policy, PolicyError, RunDirectoryError
+from holdfast.recorder.reader import read_events
 
 PROGRAM = Path(__file__).parent / "programs" / "mirrored.py"
 UNCHANGED = Path(__file__).parent / "programs" / "unchanged"
@@ -38,6 +39,8 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    # botocore repeats a request that failed five times by default, with seconds in between.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     server.client.create_bucket(Bucket=BUCKET)
     yield server
     for key in server.keys(BUCKET):
@@ -133,7 +136,9 @@ def test_an_unchanged_script_continues_on_another_machine(tmp_path: Path) -> Non
     ended = run(command, "second")
 
     assert ended.returncode == 0, ended.stderr
-    assert "fetched from mirror" in ended.stderr
+    processes = (tmp_path / "second").glob("runs/*/processes/*")
+    recorded = [event.kind for folder in processes for event in read_events(folder)]
+    assert "mirror_pulled" in recorded
     results = [line for line in undisturbed.stdout.splitlines() if line.startswith("digest")]
     assert results
     assert [line for line in ended.stdout.splitlines() if line.startswith("digest")] == results

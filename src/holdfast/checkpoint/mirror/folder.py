@@ -99,7 +99,7 @@ class MirrorFolder:
         return max(self._owners(), default=None)
 
     def _owners(self) -> list[Owner]:
-        matches = map(_OWNER_FILE.fullmatch, self.location.list_files(_OWNERS))
+        matches = map(_OWNER_FILE.fullmatch, self.location.list_names(_OWNERS))
         return [Owner(int(match[1]), match[2]) for match in matches if match]
 
     def add_owner(self, run_id: str) -> Owner:
@@ -160,20 +160,20 @@ class MirrorFolder:
 
     def copies(self) -> list[Copy]:
         """Return the complete copies, newest first."""
-        copies = []
-        for folder, names in self._files_by_folder().items():
-            match = _COPY_FOLDER.fullmatch(folder)
-            if match and FILE_NAME in names:
-                owner = Owner(int(match[1]), match[2])
-                copies.append(Copy(owner, int(match[3]), int(match[4]), match[5]))
+        return [copy for copy in self._begun_copies() if self._is_complete(copy)]
+
+    def _begun_copies(self) -> list[Copy]:
+        """Return all copies, newest first, whether or not they are complete."""
+        matches = map(_COPY_FOLDER.fullmatch, self.location.list_names(_COPIES))
+        copies = [
+            Copy(Owner(int(match[1]), match[2]), int(match[3]), int(match[4]), match[5])
+            for match in matches
+            if match
+        ]
         return sorted(copies, reverse=True)
 
-    def _files_by_folder(self) -> dict[str, set[str]]:
-        files: dict[str, set[str]] = {}
-        for name in self.location.list_files(_COPIES):
-            folder, _, file = name.partition("/")
-            files.setdefault(folder, set()).add(file)
-        return files
+    def _is_complete(self, copy: Copy) -> bool:
+        return FILE_NAME in self.location.list_names(copy.folder)
 
     def upload(self, entry: Entry, copy: Copy, before_commit: Callable[[], None]) -> int:
         """Copy a checkpoint to the mirror, and read back what was written.
@@ -255,15 +255,15 @@ class MirrorFolder:
         Returns:
             The names of the deleted checkpoints.
         """
-        surplus = [copy for copy in self.copies()[keep:] if copy.owner <= owner]
-        for copy in surplus:
+        begun = [copy for copy in self._begun_copies() if copy.owner <= owner]
+        complete = [copy for copy in begun if self._is_complete(copy)]
+        surplus = complete[keep:]
+        for copy in begun:
+            if copy in complete[:keep]:
+                continue
             # Without its manifest, a copy that is only partly deleted does not count as complete.
             self.location.remove_file(f"{copy.folder}/{FILE_NAME}")
             self.location.remove_folder(copy.folder)
-        for folder, names in self._files_by_folder().items():
-            match = _COPY_FOLDER.fullmatch(folder)
-            if match and FILE_NAME not in names and Owner(int(match[1]), match[2]) <= owner:
-                self.location.remove_folder(f"{_COPIES}/{folder}")
         return [copy.checkpoint for copy in surplus]
 
 

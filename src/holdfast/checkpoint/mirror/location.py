@@ -61,17 +61,15 @@ class Location:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def list_files(self, folder: str) -> list[str]:
-        """Return the names of all files below a folder, relative to it. It may be missing."""
+    def list_names(self, folder: str) -> list[str]:
+        """Return the names of the files and folders in a folder, or [] if it does not exist."""
         # Another machine may have written there since the last call.
         self._files.invalidate_cache()
-        path = self._path(folder)
         try:
-            paths = self._files.find(path)
+            paths = self._files.ls(self._path(folder), detail=False)
         except FileNotFoundError:
             return []
-        # Some file systems return paths with a leading slash, and some without.
-        return sorted(found.rpartition(f"{path.lstrip('/')}/")[2] for found in paths)
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def read(self, name: str) -> bytes:
         """Return the contents of a small file."""
