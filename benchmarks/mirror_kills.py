@@ -16,6 +16,7 @@ resumed that was never there.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -166,6 +167,8 @@ def main() -> None:
     parameters = {"kills": kills, "model_bytes": 4 * _SIDE**2, "seed": 5}
     result = Result(options=options, parameters=parameters)
     chance = random.Random(5)
+    # Imported once, instead of in each child that is forked.
+    importlib.import_module("s3fs")
     store = start_store()
     rows = []
     try:

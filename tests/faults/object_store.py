@@ -64,6 +64,11 @@ class ObjectStore:
         """Return the keys of the manifests, newest last: those of the complete copies."""
         return sorted(key for key in self.keys(bucket) if key.endswith("/manifest.json"))
 
+    def newest_step(self, bucket: str) -> int | None:
+        """Return the step of the newest complete copy, or None."""
+        copies = self.copies(bucket)
+        return int(copies[-1].split("-step")[1][:8]) if copies else None
+
     def flip_byte(self, bucket: str, key: str) -> None:
         contents = bytearray(self.client.get_object(Bucket=bucket, Key=key)["Body"].read())
         contents[len(contents) // 2] ^= 1
@@ -83,6 +88,7 @@ class ObjectStore:
         request = urllib.request.Request(
             f"{self.url}/moto-api/reset-auth", data=str(requests).encode(), method="POST"
         )
+        request.add_header("Content-Type", "text/plain")
         urllib.request.urlopen(request).close()
 
     def close(self) -> None:
@@ -101,7 +107,8 @@ class Wire:
         self._is_cut = False
         # Bytes that may still pass to the server. None: any number.
         self._may_pass: int | None = None
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
 
     def cut(self) -> None:
         """Break all connections, and refuse new ones."""
@@ -124,7 +131,19 @@ class Wire:
 
     def close(self) -> None:
         self.cut()
+        # This ends the thread that accepts connections.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        for connection in self._sockets:
+            connection.close()
+
+    def _start(self, work: Callable[..., None], *given: Any) -> None:
+        thread = threading.Thread(target=work, args=given, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -137,10 +156,8 @@ class Wire:
                 continue
             server = socket.create_connection(("127.0.0.1", self._server_port))
             self._sockets += [client, server]
-            for source, target, is_upload in ((client, server, True), (server, client, False)):
-                threading.Thread(
-                    target=self._relay, args=(source, target, is_upload), daemon=True
-                ).start()
+            self._start(self._relay, client, server, True)
+            self._start(self._relay, server, client, False)
 
     def _relay(self, source: socket.socket, target: socket.socket, is_upload: bool) -> None:
         with contextlib.suppress(OSError):

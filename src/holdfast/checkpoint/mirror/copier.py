@@ -107,11 +107,10 @@ class Copier:
                 delay = _FIRST_DELAY_SECONDS
                 continue
             self._put_back(entry)
-            if is_last_try:
-                break
+            if is_last_try and self._may_end():
+                return
             self._wait_to_retry(entry, delay)
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
-        self._thread = None
 
     def _take(self) -> Entry | None:
         """Wait for a checkpoint and return it, or return None if the thread has to end."""
@@ -123,6 +122,13 @@ class Copier:
             if self._current is None:
                 self._thread = None
             return self._current
+
+    def _may_end(self) -> bool:
+        """Return whether the thread has to end, because the run has not continued meanwhile."""
+        with self._changed:
+            if self._is_ending:
+                self._thread = None
+            return self._is_ending
 
     def _put_back(self, entry: Entry) -> None:
         """Offer a checkpoint again that could not be copied, unless there is a newer one."""
