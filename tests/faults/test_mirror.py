@@ -40,7 +40,7 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     # botocore repeats a request that failed five times by default, with seconds in between.
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     server.client.create_bucket(Bucket=BUCKET)
     yield server
     for key in server.keys(BUCKET):
