@@ -18,6 +18,7 @@ from pathlib import Path
 SCRIPTS = (
     "step_overhead",
     "run_overhead",
+    "resume_overhead",
     "malloc_threshold",
     "recorder",
     "loader_overhead",

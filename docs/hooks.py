@@ -96,11 +96,13 @@ def on_startup(**_: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages whose text lies elsewhere in the repository."""
+    """Add the pages whose text lies elsewhere in the repository, and ``llms.txt``."""
     for page, source in FROM_ELSEWHERE.items():
         files.append(
             File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8"))
         )
+    for_assistants = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    files.append(File.generated(config, "llms.txt", content=for_assistants))
     return files
 
 

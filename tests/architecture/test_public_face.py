@@ -143,7 +143,7 @@ def test_the_commands_and_their_flags() -> None:
     assert flags == {
         "chaos": ["--budget", "--json", "--only", "--page", "--restarts", "--seed", "--writes"],
         "checkpoints": ["--export", "--export-averaged", "--json", "--step", "--verify"],
-        "explain": ["--attempt", "--json", "--status"],
+        "explain": ["--attempt", "--bundle", "--json", "--status"],
         "run": [
             "--grace-seconds",
             "--hang-limit",

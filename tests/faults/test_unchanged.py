@@ -17,6 +17,8 @@ from holdfast.recorder.reader import read_events
 
 PROGRAMS = Path(__file__).parent / "programs" / "unchanged"
 KILLED_AT_STEP = str(PROGRAMS / "killed_at_step.py")
+# 160 samples in batches of 8
+STEPS_PER_EPOCH = 20
 
 
 @dataclass
@@ -90,6 +92,12 @@ def guard_events(folder: Path, script: str = "killed_at_step") -> list[str]:
     return [event.kind for event in read_events(recording)]
 
 
+def saved_steps(folder: Path, script: str = "killed_at_step") -> list[int]:
+    """Return the steps of the checkpoints that are kept, in ascending order."""
+    checkpoints = folder / "runs" / script / "guard" / "checkpoints"
+    return sorted(int(path.name.partition("-step")[2]) for path in checkpoints.glob("[0-9]*-step*"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "kill_at_step"),
@@ -128,10 +136,11 @@ def test_best_checkpoint_of_the_script_is_not_overwritten(
     undisturbed("early_stopping.py", plain_folder)
     run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=150)
     before = (tmp_path / "best.pt").stat().st_mtime_ns
+    # The second attempt ends before its first epoch does, so no new weights can be the best ones.
+    rest_of_epoch = STEPS_PER_EPOCH - saved_steps(tmp_path)[-1] % STEPS_PER_EPOCH
 
-    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=12)
+    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=rest_of_epoch)
 
-    # The second attempt has repeated its first steps in the middle of an epoch.
     assert (tmp_path / "best.pt").stat().st_mtime_ns == before
     run(resumable(PROGRAMS / "early_stopping.py"), tmp_path)
     best = torch.load(tmp_path / "best.pt")
@@ -451,6 +460,33 @@ torch.save(model.state_dict(), "final.pt")
 
 
 @pytest.mark.slow
+def test_script_whose_state_cannot_be_restored_is_not_trained(tmp_path: Path) -> None:
+    """An error while variables are restored ends the resume, because its state is incomplete."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+class Weight(torch.nn.Module):
+    def load_state_dict(self, state):
+        raise RuntimeError("broken")
+weight = Weight()
+weight.register_buffer("value", torch.zeros(1))
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+torch.save(model.state_dict(), "final.pt")
+""",
+    )
+    run(resumable(script), tmp_path, kill_at_step=34)
+
+    resumed = run(resumable(script), tmp_path)
+
+    assert resumed.status == 2
+    assert "[H739]" in resumed.stderr
+    assert not (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.slow
 def test_optimizer_that_is_created_later_ends_the_saving(tmp_path: Path) -> None:
     """From its first step on, nothing is saved any more, and an event says so."""
     script = write_script(
@@ -469,9 +505,7 @@ for epoch in range(3):
 
     assert done.status == 0, done.stderr
     assert "resume_may_differ" in guard_events(tmp_path)
-    checkpoints = tmp_path / "runs" / "killed_at_step" / "guard" / "checkpoints"
-    steps = [int(path.name.partition("-step")[2]) for path in checkpoints.iterdir()]
-    assert 0 < max(steps) <= 20
+    assert 0 < saved_steps(tmp_path)[-1] <= STEPS_PER_EPOCH
 
 
 @pytest.mark.slow

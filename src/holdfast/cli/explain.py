@@ -72,6 +72,16 @@ def run(
         int | None,
         typer.Option(help="For a log: the exit status of the command that wrote it."),
     ] = None,
+    bundle: Annotated[
+        bool,
+        typer.Option(
+            "--bundle",
+            help=(
+                "Print the evidence as Markdown of at most 4,000 tokens without secrets, to paste"
+                " into an assistant or an issue."
+            ),
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Explain a rule, or why a run ended.
@@ -80,6 +90,8 @@ def run(
     2 for incorrect usage.
     """
     with failing_clearly(as_json=as_json):
+        if bundle:
+            _refuse_bundle(topic, as_json=as_json)
         if topic is None:
             _refuse_options("a list of rules", attempt=attempt, status=status)
             _list_rules(as_json=as_json)
@@ -91,6 +103,10 @@ def run(
         if Path(topic).is_dir():
             topic = str(folder_of_first_host(Path(topic)))
         verdict = _judge(topic, attempt, status)
+        if bundle:
+            sys.stdout.write(_bundle_of(topic, verdict))
+    if bundle:
+        raise typer.Exit(verdict.exit_code)
     if as_json:
         print_json(verdict.as_json())
     else:
@@ -177,6 +193,34 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
         fix=fix,
         rule="H732",
     )
+
+
+def _refuse_bundle(topic: str | None, *, as_json: bool) -> None:
+    """Refuse ``--bundle`` for a rule, for the list of rules, and with ``--json``.
+
+    Raises:
+        PolicyError: H105 in these cases.
+    """
+    if topic is None or _names_a_rule(topic) or as_json:
+        raise PolicyError(
+            "--bundle with --json" if as_json else "--bundle without a run or a log",
+            limit="a bundle is Markdown about a run directory or a log",
+            fix="name one of them, for example: holdfast explain runs/last --bundle",
+            rule="H105",
+        )
+
+
+def _bundle_of(topic: str, verdict: Verdict) -> str:
+    """Return the evidence about a run or a log as Markdown."""
+    # These imports load half of the code of the run's page.
+    from holdfast.report.bundle import bundle_of_log, bundle_of_run
+    from holdfast.report.page.attachments import read_end
+    from holdfast.report.page.gathering import gather
+
+    path = Path(topic).expanduser()
+    if path.is_dir():
+        return bundle_of_run(gather(path), verdict)
+    return bundle_of_log(verdict, read_end(path) if path.is_file() else "")
 
 
 # --- Text -----------------------------------------------------------------------------------------

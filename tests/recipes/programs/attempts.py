@@ -138,9 +138,8 @@ def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tupl
             # Never met: after a first limit the others leave malloc as the guard sets it
             limit_memory(2**45)
             os.environ["HOLDFAST_CPU_MALLOC_THRESHOLD_BYTES"] = str(attempt["malloc"])
-            # oneDNN keeps the code that it has compiled for each shape. That is some megabytes for
-            # each micro-batch size, and on some CPUs more than these small limits leave.
-            os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+            if not attempt["keeps_kernels"]:
+                os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
         if "limit" in attempt:
             step, share, measured_in = attempt["limit"]
             attempt["limit"] = [step, int(share * needed.get(measured_in, 0))]

@@ -21,14 +21,17 @@ restored, and the script continues with the next batch.
 
 Read in this order:
 
-script         `Script`: the loops, the steps and the state of the script
+script         `Script`: the loops and steps of the script
+training       `Training`: what is saved of it from its first step on
 loops          one loop over a loader, and the iterator that the script gets
 loop_places    which statement of the script iterates a loader; ``bytecode`` answers questions about
                its compiled code
 saved_script   what a checkpoint holds about the script
 replay         ends finished loops at once and continues in the current one; meanwhile, ``silence``
                discards what the script prints and writes
-variables      saves and restores the script's variables, with ``stack`` and ``variable_kinds``
+variable_kinds which variables of the script are saved, and how; ``variable_writer`` saves them and
+               ``variable_reader`` restores them, with ``namespaces``, ``stack``, ``large_data`` and
+               ``random_sources``
 objects        finds the models and optimizers of the script; ``support`` checks at the first step
                that the script can be resumed
 gap_weights    saves the weights with which models are evaluated between two loops

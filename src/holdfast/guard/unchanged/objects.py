@@ -16,6 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from holdfast.guard.unchanged.namespaces import namespaces
 from holdfast.guard.unchanged.refusal import cannot_be_saved
 from holdfast.guard.unchanged.stack import is_module_level
 from holdfast.guard.unchanged.variable_kinds import (
@@ -25,7 +26,6 @@ from holdfast.guard.unchanged.variable_kinds import (
     has_type,
     kind_of,
 )
-from holdfast.guard.unchanged.variables import namespaces
 
 # The number of attributes and containers that the search follows from a variable to an object.
 _MAX_DEPTH = 6

@@ -15,11 +15,12 @@ from holdfast.guard.unchanged.gap_weights import GapWeights
 from holdfast.guard.unchanged.loop_places import find_counters, is_in_generator
 from holdfast.guard.unchanged.loops import Loop, LoopIterator, StartIterator
 from holdfast.guard.unchanged.objects import find_trained_objects
+from holdfast.guard.unchanged.random_sources import restore_sources
 from holdfast.guard.unchanged.refusal import resume_differs
 from holdfast.guard.unchanged.saved_script import CurrentLoop, FinishedLoop, SavedScript
 from holdfast.guard.unchanged.silence import Silence
 from holdfast.guard.unchanged.stack import frames_of_script
-from holdfast.guard.unchanged.variables import VariableReader, restore_sources
+from holdfast.guard.unchanged.variable_reader import VariableReader
 from holdfast.loader.foreign.torch_workers import match_workers
 from holdfast.loader.random_state import restore
 

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.guard.repeated_steps import lost_steps
-from holdfast.guard.unchanged.variable_kinds import Tree
+from holdfast.guard.unchanged.variable_kinds import Saved
 from holdfast.loader.random_state import RandomState
 
 # The name under which the guard saves the script, and the component of a checkpoint that holds it.
@@ -31,7 +31,7 @@ class FinishedLoop:
     enclosing: dict[str, Any]
     # The variables of the script after the loop. None if the loop must be run again, because it is
     # not a `for` statement, or was left in another way than by exhaustion or `break`.
-    variables: dict[str, Tree] | None
+    variables: dict[str, dict[str, Saved]] | None
     # The random state after the loop. The code that follows may draw from it, for example to choose
     # the samples of the next epoch.
     random_state: RandomState
@@ -66,7 +66,7 @@ class LoaderStart:
     # The states of the loader's random generators and of its samplers with a ``state_dict``.
     generators: list[Any]
     # The attributes of its other samplers.
-    samplers: list[Tree]
+    samplers: list[Saved]
     # Whether persistent workers were running. None if the loader has none.
     had_workers: bool | None
 
@@ -139,7 +139,7 @@ class SavedScript:
     current: CurrentLoop | None
     # The counters of the `enumerate` objects around the current or the last loop.
     counters: list[int]
-    variables: dict[str, Tree]
+    variables: dict[str, dict[str, Saved]]
     random_state: RandomState
     # The global step of the checkpoint. It is not part of the tree, because the checkpoint has it.
     global_step: int = field(default=0)

@@ -1,4 +1,4 @@
-"""`Script`: watches the loops and steps of an unchanged script, saves it and resumes it."""
+"""`Script`: watch the loops and steps of an unchanged script, save it and resume it."""
 
 from __future__ import annotations
 
@@ -6,73 +6,72 @@ import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.errors import HoldfastError
-from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.saving.mirroring import pull_before_opening
-from holdfast.guard.unchanged.bytecode import leaves_like_an_exhausted_loop, targets_of_loop
+from holdfast.guard.unchanged.bytecode import leaves_like_an_exhausted_loop
 from holdfast.guard.unchanged.gap_weights import GapWeights
+from holdfast.guard.unchanged.large_data import LargeData
 from holdfast.guard.unchanged.loop_places import (
-    Counter,
     enclosing_targets,
-    find_counters,
     find_place,
     is_in_generator,
     loop_frame,
 )
 from holdfast.guard.unchanged.loops import Loop, LoopIterator, StartIterator
-from holdfast.guard.unchanged.objects import TrainedObjects, find_trained_objects
-from holdfast.guard.unchanged.proof import BoundaryLog, describe_boundary
+from holdfast.guard.unchanged.objects import find_trained_objects
+from holdfast.guard.unchanged.random_sources import states_of_sources
 from holdfast.guard.unchanged.refusal import cannot_be_saved, end_process, resume_differs
 from holdfast.guard.unchanged.replay import Replay
-from holdfast.guard.unchanged.saved_script import (
-    LEAST_REPEATED_STEPS,
-    STATE_NAME,
-    CurrentLoop,
-    FinishedLoop,
-    LoaderStart,
-    SavedScript,
-    load_saved_script,
-)
-from holdfast.guard.unchanged.script_guard import ScriptGuard
+from holdfast.guard.unchanged.saved_script import FinishedLoop, LoaderStart, load_saved_script
 from holdfast.guard.unchanged.stack import frames_of_script
 from holdfast.guard.unchanged.support import check_loops, check_process
-from holdfast.guard.unchanged.variables import (
-    LargeData,
-    VariableWriter,
-    states_of_sources,
-)
+from holdfast.guard.unchanged.training import Training
+from holdfast.guard.unchanged.variable_writer import VariableWriter
 from holdfast.loader.foreign.torch_workers import has_workers, keeps_workers
 from holdfast.loader.random_state import capture
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """A place at which the script can be saved.
 
-    An instance must not be kept after the script has passed it. Its frame refers to the iterators
-    of the loops, and each must be freed when the script leaves its loop.
+def _handling_errors(
+    method: Callable[Concatenate[Script, _Arguments], _Result],
+) -> Callable[Concatenate[Script, _Arguments], _Result | None]:
+    """Decorate a method of `Script` that the script must not see fail.
+
+    The process ends if the script cannot be resumed exactly. Any other error is a defect of
+    holdfast: the method returns None, and the script trains on without being saved.
     """
 
-    # The innermost frame of the script.
-    frame: FrameType
-    # The loop in whose middle the boundary is. None between two loops.
-    loop: Loop | None
-    # The `enumerate` objects around the loop that is running, or that has just ended inside a
-    # generator of the script. None if the script cannot be resumed from here.
-    counters: list[Counter] | None
-    # The last batch of the loop.
-    batch: Any
+    @wraps(method)
+    def handling(
+        self: Script, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result | None:
+        try:
+            return method(self, *args, **kwargs)
+        except HoldfastError as error:
+            self._end_process(error)
+        except SystemExit:
+            # The guard was asked to stop. This exception leaves loops that are not finished, and
+            # they must not be recorded as finished loops.
+            self._is_active = False
+            raise
+        except Exception as error:  # noqa: BLE001 - see above
+            self._give_up(error)
+        return None
+
+    return handling
 
 
 class Script:
@@ -106,28 +105,18 @@ class Script:
         self._replay: Replay | None = None
         # Whether a checkpoint has been searched for.
         self._is_loaded = False
-        self._guard: ScriptGuard | None = None
-        self._objects: TrainedObjects | None = None
-        self._guarded_ids: frozenset[int] = frozenset()
-        self._large_data = LargeData()
-        self._log: BoundaryLog | None = None
-        # The number of steps before the boundary that was compared last.
-        self._compared_step: int | None = None
+        # None before the first optimizer step, and until the script is resumed.
+        self._training: Training | None = None
         self._weights = GapWeights(run_dir, self._give_up)
-        # Why the script can no longer be saved. None if it can.
-        self._unsaveable: str | None = None
-        # Whether an optimizer has stepped since the last boundary.
-        self._has_stepped = False
-        # The boundary that the script is passing. `state_dict` saves the state at this place.
-        self._boundary: Boundary | None = None
-        # Whether an event has reported that a loop is not saved in its middle.
-        self._saves_only_between_loops = False
         # False once the script has ended, or watching has failed.
         self._is_active = True
-        # Whether the script was resumed, and not all recorded steps have been repeated yet.
-        self._is_proof_open = False
 
-    # --- loops
+    def _is_watched_here(self) -> bool:
+        """Return whether loops and steps count here: not in workers, and not in other threads."""
+        is_own_thread = get_ident() == self._thread and os.getpid() == self._process
+        return self._is_active and is_own_thread
+
+    # --- a loop begins
 
     def begin_loop(self, loader: DataLoader[Any], frame: FrameType) -> Iterator[Any]:
         """Return the iterator of a loop that begins.
@@ -136,32 +125,30 @@ class Script:
             loader: The loader.
             frame: The frame that requests the iterator.
         """
-        if not self._is_watched_here():
-            return self._start_iterator(loader)
-        try:
-            self._load_once()
-            start = self._start_of(loader)
-        except HoldfastError as error:
-            self._end_process(error)
-        if not self._is_active:
+        loop = self._new_loop(loader, frame) if self._is_watched_here() else None
+        if loop is None:
             return self._start_iterator(loader)
         # The replay decides at the first request for a batch whether the loop needs torch's
         # iterator.
         is_replayed = self._replay is not None and not self._loops
-        loop = Loop(
-            loader=loader,
-            start=start,
-            batches=None if is_replayed else self._start_iterator(loader),
-            length=_length_of(loader),
-            created_at=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
-        )
+        if not is_replayed:
+            loop.batches = self._start_iterator(loader)
         self._loops.append(loop)
         return LoopIterator(self, loop)
 
-    def _is_watched_here(self) -> bool:
-        """Return whether loops and steps count here: not in workers, and not in other threads."""
-        is_own_thread = get_ident() == self._thread and os.getpid() == self._process
-        return self._is_active and is_own_thread
+    @_handling_errors
+    def _new_loop(self, loader: DataLoader[Any], frame: FrameType) -> Loop | None:
+        """Return a new loop, or None if this script is not watched."""
+        self._load_once()
+        if not self._is_active:
+            return None
+        return Loop(
+            loader=loader,
+            start=self._start_of(loader),
+            batches=None,
+            length=_length_of(loader),
+            created_at=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+        )
 
     def _load_once(self) -> None:
         if self._is_loaded:
@@ -179,16 +166,23 @@ class Script:
         return LoaderStart(
             random_state=capture(self._devices()),
             generators=states_of_sources(loader),
-            samplers=VariableWriter(self._guarded_ids, self._large_data).trees_of_samplers(loader),
+            samplers=self._writer().saved_samplers(loader),
             had_workers=has_workers(loader) if keeps_workers(loader) else None,
         )
 
     def _devices(self) -> list[torch.device]:
-        if self._guard is not None:
-            return self._guard.devices
+        if self._training is not None:
+            return self._training.devices
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return [torch.device("cuda", torch.cuda.current_device())]
         return []
+
+    def _writer(self, *, only_small: bool = False) -> VariableWriter:
+        if self._training is not None:
+            return self._training.writer(only_small=only_small)
+        return VariableWriter(frozenset(), LargeData(), only_small=only_small)
+
+    # --- a loop requests a batch
 
     def next_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> Any:
         """Return the next batch of a loop, or raise StopIteration.
@@ -200,15 +194,8 @@ class Script:
         """
         is_outermost = bool(self._loops) and self._loops[0] is loop
         if is_outermost and self._is_active:
-            try:
-                self._before_batch(loop, iterator, frame)
-            except StopIteration:
-                # A finished loop ends at once.
-                raise
-            except HoldfastError as error:
-                self._end_process(error)
-            except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
-                self._give_up(error)
+            if self._before_batch(loop, iterator, frame):
+                raise StopIteration
             loop.before_last = capture(self._devices())
         elif loop.place is None:
             loop.place = find_place(frame)
@@ -225,46 +212,52 @@ class Script:
         loop.last_batch = batch
         return batch
 
-    def _before_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
-        """Handle the request for a batch of the outermost loop."""
-        if loop.place is not None:
-            # At its end, the loop assigns no further values to its targets, which the code after it
-            # may use. So that boundary belongs to the end, where the targets are saved.
-            is_at_end = loop.batch_count == loop.length and not is_in_generator(frame)
-            if self._guard is not None and not is_at_end:
-                self._pass_boundary_in(loop, iterator, frame)
-            return
+    @_handling_errors
+    def _before_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> bool:
+        """Handle a request for a batch of the outermost loop.
+
+        Returns:
+            Whether the loop must end at once, because an earlier attempt had finished it.
+        """
+        if loop.place is None:
+            return self._before_first_batch(loop, iterator, frame)
+        # At its end, the loop assigns no further values to its targets, which the code after it may
+        # use. So that boundary belongs to the end, where the targets are saved.
+        is_at_end = loop.batch_count == loop.length and not is_in_generator(frame)
+        if self._training is not None and not is_at_end:
+            has_inner_loop = len(self._loops) > 1
+            self._training.pass_boundary_in(loop, iterator, frame, has_inner_loop=has_inner_loop)
+        return False
+
+    def _before_first_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> bool:
+        """Handle the first request. Return whether the loop must end at once."""
         loop.place = find_place(frame)
-        frames = frames_of_script(frame)
-        loop.enclosing = enclosing_targets(frames)
+        loop.enclosing = enclosing_targets(frames_of_script(frame))
         if self._replay is not None:
-            self._enter_recorded(self._replay, loop, iterator, frame)
-        elif self._objects is not None:
+            return self._enter_recorded(self._replay, loop, iterator, frame)
+        if self._training is not None:
             self._weights.stop()
             if loop.place.problem is not None:
                 # A loop without a `for` statement is run again after a resume. It needs the weights
                 # that the models have now.
-                self._weights.save(len(self._finished), self._objects.models)
+                self._weights.save(len(self._finished), self._training.objects.models)
+        return False
 
+    # --- a loop ends
+
+    @_handling_errors
     def _note_exhausted(self, loop: Loop, frame: FrameType) -> None:
         """Record that a loop has received all its batches."""
-        try:
-            self._finish(loop, frame, is_exhausted=True)
-        except HoldfastError as error:
-            self._end_process(error)
-        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
-            self._give_up(error)
+        self._finish(loop, frame, is_exhausted=True)
 
     def note_dropped(self, loop: Loop, frame: FrameType | None) -> None:
         """Record that the script has dropped the iterator of a loop before it was exhausted."""
-        if not self._is_watched_here():
-            return
-        try:
-            self._finish(loop, frame, is_exhausted=False)
-        except HoldfastError as error:
-            self._end_process(error)
-        except Exception as error:  # noqa: BLE001 - Python ignores errors in `__del__`
-            self._give_up(error)
+        if self._is_watched_here():
+            self._note_left(loop, frame)
+
+    @_handling_errors
+    def _note_left(self, loop: Loop, frame: FrameType | None) -> None:
+        self._finish(loop, frame, is_exhausted=False)
 
     def _finish(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> None:
         loop.is_finished = True
@@ -280,26 +273,19 @@ class Script:
             self._replay.note_finished()
             return
         is_resumable = self._record_finished(loop, frame, is_exhausted=is_exhausted)
-        if is_resumable and self._guard is not None and frame is not None:
-            # If a generator passes the batches on, the script's own loop over it continues.
-            counters = loop.counters if is_in_generator(frame) else []
-            self._pass_boundary(
-                Boundary(frame=frame, loop=None, counters=counters, batch=last_batch),
-                may_save=self._has_stepped and counters is not None,
-                may_exit=is_exhausted,
-            )
+        if is_resumable and self._training is not None and frame is not None:
+            # The other ends are noticed in a finalizer, in which Python ignores SystemExit.
+            self._training.pass_boundary_after(loop, last_batch, frame, may_exit=is_exhausted)
 
     def _record_finished(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> bool:
         """Record a finished loop. Return whether a resumed script can skip it."""
         assert loop.place is not None
-        is_resumable = loop.place.problem is None and self._ends_like_its_for_statement(
+        is_resumable = loop.place.problem is None and _ends_like_its_for_statement(
             loop, frame, is_exhausted=is_exhausted
         )
-        frames = frames_of_script(frame)
         variables = None
         if is_resumable:
-            writer = VariableWriter(self._guarded_ids, self._large_data, only_small=True)
-            variables = writer.write(frames)
+            variables = self._writer(only_small=True).write(frames_of_script(frame))
         elif loop.has_steps:
             self._stop_saving(
                 f"the loop at {loop.place.name} was left by `return` or by an exception, or has an"
@@ -314,24 +300,9 @@ class Script:
                 random_state=capture(self._devices()),
             )
         )
-        if self._objects is not None and loop.has_steps:
-            self._weights.watch(len(self._finished), self._objects.models)
+        if self._training is not None and loop.has_steps:
+            self._weights.watch(len(self._finished), self._training.objects.models)
         return is_resumable
-
-    def _ends_like_its_for_statement(
-        self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool
-    ) -> bool:
-        """Return whether the code after a loop is the code that follows an exhausted loop."""
-        if is_exhausted:
-            return True
-        assert loop.place is not None
-        own_frame = None if frame is None else loop_frame(frame, loop.place)
-        if own_frame is None or loop.has_failed:
-            return False
-        if own_frame is not frame and own_frame.f_lasti == loop.place.offset:
-            # A generator around the loader has ended, perhaps with an error.
-            return False
-        return leaves_like_an_exhausted_loop(loop.place.code, loop.place.offset, own_frame.f_lasti)
 
     # --- steps
 
@@ -342,47 +313,30 @@ class Script:
             optimizer: The optimizer that is about to step.
             frame: The frame in which torch calls the hook.
         """
-        if not self._is_watched_here():
-            return
-        try:
-            if self._guard is None:
-                self._begin_saving(optimizer, frame)
-            assert self._guard is not None
-            if any(optimizer is guarded for guarded in self._guard.optimizers.values()):
-                self._guard.before_step(optimizer)
-            else:
-                self._stop_saving(
-                    f"the script steps a {type(optimizer).__name__} that did not exist at its first"
-                    " step, and no checkpoint would hold its state"
-                )
-            if not self._loops:
-                self._stop_saving("the script steps an optimizer outside of its loops over loaders")
-        except HoldfastError as error:
-            self._end_process(error)
-        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
-            if self._guard is None:
-                # Nothing was saved yet. The script must not train in the belief that it is.
-                self._note_error(error)
-                why = f"holdfast has failed with {type(error).__name__}: {error}"
-                self._end_process(cannot_be_saved(why, "use a Guard in the script."))
-            self._give_up(error)
-        for loop in self._loops:
-            loop.has_steps = True
-        self._has_stepped = True
+        if self._is_watched_here():
+            self._note_step(optimizer, frame)
+            for loop in self._loops:
+                loop.has_steps = True
+
+    @_handling_errors
+    def _note_step(self, optimizer: Optimizer, frame: FrameType) -> None:
+        if self._training is None:
+            self._training = self._new_training(optimizer, frame)
+        self._training.before_step(optimizer)
+        if not self._loops:
+            self._stop_saving("the script steps an optimizer outside of its loops over loaders")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count an optimizer step."""
-        if self._guard is None or not self._is_watched_here():
-            return
-        try:
-            self._guard.after_step(optimizer)
-        except HoldfastError as error:
-            self._end_process(error)
-        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
-            self._give_up(error)
+        if self._training is not None and self._is_watched_here():
+            self._count_step(self._training, optimizer)
 
-    def _begin_saving(self, optimizer: Optimizer, frame: FrameType) -> None:
-        """Check that the script can be resumed, and create its guard.
+    @_handling_errors
+    def _count_step(self, training: Training, optimizer: Optimizer) -> None:
+        training.guard.after_step(optimizer)
+
+    def _new_training(self, optimizer: Optimizer, frame: FrameType) -> Training:
+        """Check at the first step that the script can be resumed, and begin to save it.
 
         Raises:
             HoldfastError: If the script cannot be resumed exactly.
@@ -400,192 +354,61 @@ class Script:
             )
         check_process()
         frames = frames_of_script(own_frame)
-        objects = find_trained_objects(frames, optimizer)
-        self._create_guard(objects, frames, resume_step=None)
-
-    def _create_guard(
-        self, objects: TrainedObjects, frames: list[FrameType], resume_step: int | None
-    ) -> ScriptGuard:
-        state: dict[str, Any] = {STATE_NAME: self}
-        if objects.scaler is not None:
-            state["scaler"] = objects.scaler
-        guard = ScriptGuard(
-            self._run_dir,
-            models=objects.models,
-            optimizers=objects.optimizers,
-            state=state,
-            resume_step=resume_step,
-        )
-        self._guard = guard
-        self._objects = objects
-        self._guarded_ids = guard.guarded_ids
-        self._log = BoundaryLog(self._run_dir, resume_step)
-        # Whatever is large and does not change from here on need not be saved.
-        self._large_data.is_recording = True
-        VariableWriter(self._guarded_ids, self._large_data).write(frames)
-        self._large_data.is_recording = False
-        return guard
-
-    # --- boundaries
-
-    def _pass_boundary_in(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
-        """Pass the boundary in the middle of a loop, before its next batch."""
-        assert self._guard is not None
-        may_save = False
-        if self._has_stepped and len(self._loops) == 1 and self._guard.needs_boundary():
-            # The search takes some milliseconds, so it waits for the first save that is due.
-            if not loop.has_searched_counters:
-                self._search_counters(loop, iterator, frame)
-            may_save = loop.counters is not None
-        boundary = Boundary(frame=frame, loop=loop, counters=loop.counters, batch=loop.last_batch)
-        self._pass_boundary(boundary, may_save=may_save)
-
-    def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
-        """Find out whether a loop can be resumed in its middle."""
-        assert self._guard is not None
-        assert loop.place is not None
-        loop.has_searched_counters = True
-        loop.counters = find_counters(iterator, frame)
-        if loop.counters is not None:
-            return
-        why = f"the loop at {loop.place.name} takes its batches through a wrapper such as islice"
-        if is_in_generator(frame):
-            raise cannot_be_saved(why, "iterate the generator itself, and leave it with `break`.")
-        if not self._saves_only_between_loops:
-            self._saves_only_between_loops = True
-            self._guard.emit(
-                run_events.SavePostponed(why=f"{why}, so it is saved only when the loop has ended")
-            )
-
-    def _pass_boundary(self, boundary: Boundary, *, may_save: bool, may_exit: bool = True) -> None:
-        """Compare a boundary with that of the earlier attempt, and save if a save is due.
-
-        Args:
-            boundary: The boundary.
-            may_save: Whether the script can be resumed from this boundary.
-            may_exit: Whether the process may exit here.
-        """
-        assert self._guard is not None
-        if self._has_stepped:
-            self._has_stepped = False
-            # A step of an optimizer that did not exist at first is not counted.
-            if self._guard.global_step != self._compared_step:
-                self._compared_step = self._guard.global_step
-                self._compare(self._guard, boundary)
-        self._boundary = boundary
         try:
-            self._guard.pass_boundary(
-                may_save=may_save and self._unsaveable is None, may_exit=may_exit
-            )
-        except SystemExit:
-            # This exception leaves loops that are not finished, and they must not be recorded as
-            # finished loops.
-            self._is_active = False
+            objects = find_trained_objects(frames, optimizer)
+            return Training(self._run_dir, objects, frames, self._finished, resume_step=None)
+        except HoldfastError:
             raise
-        finally:
-            self._boundary = None
-
-    def _compare(self, guard: ScriptGuard, boundary: Boundary) -> None:
-        """Record a boundary, and check that it is equal to that of the earlier attempt."""
-        if self._log is None:
-            return
-        description = describe_boundary(
-            boundary.batch,
-            capture(guard.devices),
-            guard.optimizers,
-            _loop_variables(boundary.frame),
-        )
-        difference = self._log.note(guard.global_step, description)
-        failed = guard.failed_repetition
-        if failed is not None:
-            difference = str(failed)
-        if difference is not None:
-            raise resume_differs(difference)
-        self._report_proof(guard, self._log)
-
-    def _report_proof(self, guard: ScriptGuard, log: BoundaryLog) -> None:
-        """Record that a resume is not proven, once too few recorded steps were left to repeat."""
-        if self._is_proof_open and log.is_complete:
-            self._is_proof_open = False
-            if log.equal_boundaries < LEAST_REPEATED_STEPS:
-                guard.emit(run_events.ResumeNotProven(steps=log.equal_boundaries))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the script at the boundary that is being saved."""
-        boundary = self._boundary
-        if boundary is None:
-            # The guard asks for the state when it is created, but saves nothing then.
-            return {}
-        loop = boundary.loop
-        current = None
-        # The targets of the loop still refer to the last batch, and are about to get the next one.
-        targets: frozenset[str] = frozenset()
-        frames = frames_of_script(boundary.frame)
-        if loop is not None and loop.place is not None:
-            current = CurrentLoop(
-                place=loop.place.name,
-                function=loop.place.function,
-                enclosing=loop.enclosing,
-                start=loop.start,
-                batches=loop.batch_count,
-                before_last=loop.before_last,
-            )
-            has_more = loop.length is not None and loop.batch_count < loop.length
-            if has_more and frames and frames[0].f_code is loop.place.code:
-                targets = targets_of_loop(loop.place.code, loop.place.offset)
-        saved = SavedScript(
-            argv=sys.orig_argv,
-            finished=list(self._finished),
-            current=current,
-            counters=[counter.value for counter in boundary.counters or []],
-            variables=VariableWriter(self._guarded_ids, self._large_data).write(frames, targets),
-            random_state=capture(self._devices()),
-        )
-        return saved.to_tree()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing. The state was read before the first loop, and `_resume` restores it."""
+        except Exception as error:
+            # Nothing was saved yet. The script must not train in the belief that it is.
+            self._note_error(error)
+            raise cannot_be_saved(_failure(error), "use a Guard in the script.") from error
 
     # --- resuming
 
     def _enter_recorded(
         self, replay: Replay, loop: Loop, iterator: LoopIterator, frame: FrameType
-    ) -> None:
+    ) -> bool:
         """Handle the first request for a batch of a loop that an earlier attempt has recorded.
 
+        Returns:
+            Whether the loop had finished, so that it must end at once.
+
         Raises:
-            StopIteration: If the loop had finished, so that it ends at once.
             UnchangedScriptError: H739 if the script has reached another loop than before.
         """
         if not replay.enter(loop, iterator, frame):
             if len(replay.finished) == len(replay.saved.finished):
                 # This is the loop in whose middle the checkpoint was saved.
                 self._resume(replay, frame)
-            return
+            return False
         loop.is_finished = True
         self._loops.remove(loop)
         if replay.is_at_the_end:
             self._resume(replay, frame)
-        raise StopIteration
+        return True
 
     def _resume(self, replay: Replay, frame: FrameType) -> None:
         """Restore the state of the checkpoint, and let the script continue."""
         replay.end_silence()
-        self._replay = None
         self._finished = list(replay.saved.finished)
         frames = frames_of_script(frame)
-        guard = self._create_guard(
-            find_trained_objects(frames), frames, resume_step=replay.saved.global_step
+        training = Training(
+            self._run_dir,
+            find_trained_objects(frames),
+            frames,
+            self._finished,
+            resume_step=replay.saved.global_step,
         )
-        assert self._objects is not None
-        replay.restore_variables(frame, guard.guarded_ids, self._objects.models.values())
-        self._is_proof_open = True
-        assert self._log is not None
-        self._report_proof(guard, self._log)
-        for optimizer in guard.optimizers.values():
+        replay.restore_variables(frame, training.guarded_ids, training.objects.models.values())
+        training.report_proof()
+        for optimizer in training.guard.optimizers.values():
             # Otherwise torch would warn at the next scheduler step that no optimizer step came
             # first, because the steps were made in the earlier attempt.
             optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._training = training
+        # From here on, the state is complete. An error before this line ends the process.
+        self._replay = None
 
     # --- the end
 
@@ -611,8 +434,8 @@ class Script:
                     f" {type(error).__name__}, for example because a file no longer exists"
                 )
             )
-        if self._guard is not None:
-            self._guard.end(error)
+        if self._training is not None:
+            self._training.guard.end(error)
 
     def end_silence(self) -> None:
         """Stop discarding the script's output, for example because an error will be printed."""
@@ -620,16 +443,8 @@ class Script:
             self._replay.end_silence()
 
     def _stop_saving(self, why: str) -> None:
-        """Save nothing from now on, and record the reason once.
-
-        Args:
-            why: The reason, as a clause.
-        """
-        if self._unsaveable is None and self._guard is not None:
-            self._unsaveable = why
-            self._guard.emit(
-                run_events.ResumeMayDiffer(why=f"none for the rest of the run, because {why}")
-            )
+        if self._training is not None:
+            self._training.stop_saving(why)
 
     def _give_up(self, error: BaseException) -> None:
         """Handle an unexpected error of holdfast.
@@ -638,14 +453,17 @@ class Script:
         continue, because its state is incomplete.
         """
         self._note_error(error)
-        why = f"holdfast has failed with {type(error).__name__}: {error}"
         if self._replay is not None:
-            self._end_process(resume_differs(why))
-        self._stop_saving(why)
+            self._end_process(resume_differs(_failure(error)))
+        self._stop_saving(_failure(error))
 
     def _end_process(self, error: HoldfastError) -> NoReturn:
         self.end_silence()
         end_process(error, self._emit)
+
+
+def _failure(error: BaseException) -> str:
+    return f"holdfast has failed with {type(error).__name__}: {error}"
 
 
 def _length_of(loader: DataLoader[Any]) -> int | None:
@@ -658,7 +476,17 @@ def _length_of(loader: DataLoader[Any]) -> int | None:
         return None
 
 
-def _loop_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of the innermost function of the script."""
-    frames = frames_of_script(frame)
-    return frames[0].f_locals if frames else {}
+def _ends_like_its_for_statement(
+    loop: Loop, frame: FrameType | None, *, is_exhausted: bool
+) -> bool:
+    """Return whether the code after a loop is the code that follows an exhausted loop."""
+    if is_exhausted:
+        return True
+    assert loop.place is not None
+    own_frame = None if frame is None else loop_frame(frame, loop.place)
+    if own_frame is None or loop.has_failed:
+        return False
+    if own_frame is not frame and own_frame.f_lasti == loop.place.offset:
+        # A generator around the loader has ended, perhaps with an error.
+        return False
+    return leaves_like_an_exhausted_loop(loop.place.code, loop.place.offset, own_frame.f_lasti)

@@ -1,35 +1,48 @@
 """Determine which objects in the script's variables are saved, and in which form.
 
-A saved variable is a tree of plain values that a checkpoint can store. Numbers, strings and None
-are saved as they are. Anything else is a list that begins with its kind:
+A number, string, bool or None is saved as it is. Anything else is saved as a dict of plain values
+with these entries. `id` is a number by which other saved values refer to the same object.
 
-``["list", id, items]``                 likewise ``"tuple"``, ``"set"`` and ``"frozenset"``
-``["deque", id, items, maxlen]``
-``["dict", id, entries, type, factory]``
-                                        pairs of a key and a value; `type` is the name of a mapping
-                                        type, such as ``"Counter"``, and `factory` is the class that
-                                        a defaultdict calls, or None
-``["namedtuple", id, class, items]``    an instance of a `NamedTuple` of the script
-``["object", id, class, attributes, items]``
-                                        an instance of a class of the script; `items` is None unless
-                                        the class is derived from dict or list
-``["enum", class, name]``               a member of an enumeration of the script
-``["class", id, class, attributes]``    a class of the script, with the attributes that are data
-``["tensor", id, tensor, requires_grad, device]``
-``["array", id, array]``                a NumPy array
-``["number", value]``                   a complex number, bytes, a NumPy number, a path, a dtype
-``["generator", state]``                a random generator
-``["module", id, class, attributes, state]``
-                                        a torch module; `state` is None if the guard saves it
-``["function", id, attributes, closure, defaults]``
-                                        a function of the script with variables of its own
-``["stateful", class, state]``          any other object with a ``state_dict``
-``["dataset", id, numbers]``            the numbers among the attributes of a dataset of the script
-``["loader", states, samplers]``        the random generators and samplers of a loader
-``["same", id]``                        an object that occurred before
-``["unchanged"]``                       large data that has not changed since training began
-``["omitted", class]``                  anything else; a resumed script keeps the object that it has
-                                        created itself
+``list``, ``tuple``, ``set`` and ``frozenset``
+    `id`, `items`
+``deque``
+    `id`, `items`, `maxlen`
+``dict``
+    `id`, `type`: the name of a mapping type, such as ``"Counter"``, `entries`: pairs of a key and a
+    value, `factory`: the class that a defaultdict calls for a new entry, or None
+``namedtuple``: an instance of a `NamedTuple` of the script
+    `id`, `class`, `items`
+``object``: an instance of a class of the script
+    `id`, `class`, `attributes`, `entries` and `items`: None unless the class is derived from dict
+    or list
+``enum``: a member of an enumeration of the script
+    `class`, `name`
+``class``: a class of the script, with the attributes that are data
+    `id`, `class`, `attributes`
+``function``: a function of the script with variables of its own
+    `id`, `attributes`, `closure`, `defaults`
+``tensor``
+    `id`, `tensor`, `device`, `requires_grad`, `is_part_of_model`
+``array``: a NumPy array
+    `id`, `array`
+``plain``: a complex number, bytes, a NumPy number, a path, a dtype
+    `value`
+``module``: a torch module
+    `id`: None if the guard saves the module, `class`, `attributes_of_parts`, `state`: None if the
+    guard saves all its tensors
+``stateful``: any other object with a ``state_dict``
+    `class`, `state`
+``generator``: a random generator
+    `state`
+``dataset``: the numbers among the attributes of a dataset of the script
+    `id`, `numbers`
+``loader``: the random generators and samplers of a loader
+    `sources`, `samplers`
+``same``: an object that occurred before
+    `id`
+``unchanged``: large data that has not changed since training began
+``omitted``: anything else; a resumed script keeps the object that it has created itself
+    `class`
 """
 
 from __future__ import annotations
@@ -55,8 +68,8 @@ from holdfast.core.errors import CheckpointError
 from holdfast.guard.unchanged.stack import is_script_class, is_script_file
 from holdfast.loader.random_state import GENERATOR_TYPES
 
-# A saved variable.
-Tree = Any
+# The saved form of a variable: a scalar, or a dict with the entry "kind".
+Saved = Any
 
 SCALARS = (bool, int, float, str, type(None))
 # Values without parts that a checkpoint can store.
@@ -103,10 +116,16 @@ def kind_of(value: Any) -> str:
     if has_type(value, np.ndarray):
         return "array"
     if has_type(value, PLAIN_VALUES):
-        return "number"
+        return "plain"
     if is_container(value):
-        return type(value).__name__ if len(value) <= MOST_ENTRIES else "omitted"
+        return _kind_of_container(value)
     return _kind_of_object(value)
+
+
+def _kind_of_container(value: Any) -> str:
+    if len(value) > MOST_ENTRIES:
+        return "omitted"
+    return "dict" if type(value) in MAPPINGS else type(value).__name__
 
 
 def is_container(value: Any) -> bool:
@@ -120,20 +139,27 @@ def _kind_of_object(value: Any) -> str:
     for classes, kind in _KINDS_OF_OBJECTS:
         if has_type(value, classes):
             return kind
-    if has_type(value, (type, Enum)):
-        cls = value if has_type(value, type) else type(value)
-        if not is_script_class(cls):
-            return "omitted"
-        return "class" if cls is value else "enum"
-    if has_type(value, tuple) and hasattr(type(value), "_fields"):
-        return "namedtuple" if is_script_class(type(value)) else "omitted"
-    if type(value) in _PLAIN_CLASSES or is_script_class(type(value)):
+    if has_type(value, type):
+        return "class" if is_script_class(value) else "omitted"
+    if type(value) in _PLAIN_CLASSES:
         return "object"
-    # The class is asked, because reading attributes of the object may run its code.
-    has_state_dict = callable(getattr(type(value), "state_dict", None))
-    if has_state_dict and hasattr(type(value), "load_state_dict"):
-        return "stateful"
-    return "omitted"
+    if is_script_class(type(value)):
+        return _kind_of_instance(value)
+    return "stateful" if _has_state_dict(type(value)) else "omitted"
+
+
+def _kind_of_instance(value: Any) -> str:
+    """Return the kind of an instance of a class of the script."""
+    if has_type(value, Enum):
+        return "enum"
+    if has_type(value, tuple) and hasattr(type(value), "_fields"):
+        return "namedtuple"
+    return "object"
+
+
+def _has_state_dict(cls: type) -> bool:
+    # The class is asked, because reading attributes of an object may run its code.
+    return callable(getattr(cls, "state_dict", None)) and hasattr(cls, "load_state_dict")
 
 
 def attributes_of_object(value: Any) -> dict[str, Any]:
@@ -195,6 +221,13 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+# Classes of Python that a `defaultdict` often calls for a new entry, by name.
+FACTORIES = {
+    class_name(cls): cls
+    for cls in (int, float, bool, str, list, dict, set, tuple, *MAPPINGS, collections.deque)
+}
+
+
 def attributes_of_module(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its ``state_dict`` lacks.
 
@@ -220,7 +253,7 @@ def attributes_of_class(cls: type) -> dict[str, Any]:
 
 
 def _is_data_of_class(value: Any) -> bool:
-    kinds = ("tensor", "array", "number", "object", "namedtuple")
+    kinds = ("tensor", "array", "plain", "object", "namedtuple")
     return is_container(value) or kind_of(value) in kinds
 
 
@@ -231,3 +264,13 @@ def can_be_stored(state: Any) -> bool:
     except (CheckpointError, RecursionError):
         return False
     return True
+
+
+def storage_address(tensor: torch.Tensor) -> int | None:
+    """Return where the contents of a tensor are in memory, or None if it has none."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None

@@ -79,18 +79,22 @@ def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[Recorde
     written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
     for path in [*taken[-_MAX_STACKS:], *written[-_MAX_STACKS:]]:
         with contextlib.suppress(OSError):
-            text = _read_end(path, _MAX_STACK_BYTES).strip()
+            text = read_end(path, _MAX_STACK_BYTES).strip()
             if text:
                 yield RecordedStacks(name=sanitise(path.relative_to(run)), text=text)
 
 
 def read_output(run: Path) -> str:
     """Return the end of the run's output. Raises OSError if it cannot be read."""
-    return _read_end(run / OUTPUT_FILE, _MAX_OUTPUT_BYTES)
+    return read_end(run / OUTPUT_FILE)
 
 
-def _read_end(path: Path, most_bytes: int) -> str:
-    """Return the last lines of a file as sanitized text; empty if the file is missing."""
+def read_end(path: Path, most_bytes: int = _MAX_OUTPUT_BYTES) -> str:
+    """Return the last lines of a file as sanitized text; empty if the file is missing.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
     try:
         with open_to_read(path) as file:
             size = file.seek(0, 2)

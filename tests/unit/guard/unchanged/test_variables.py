@@ -15,13 +15,11 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import HoldfastError
+from holdfast.guard.unchanged.large_data import LargeData
 from holdfast.guard.unchanged.stack import is_script_file
-from holdfast.guard.unchanged.variables import (
-    LargeData,
-    VariableReader,
-    VariableWriter,
-    storage_address,
-)
+from holdfast.guard.unchanged.variable_kinds import storage_address
+from holdfast.guard.unchanged.variable_reader import VariableReader
+from holdfast.guard.unchanged.variable_writer import VariableWriter
 
 
 class Phase(enum.Enum):
@@ -79,7 +77,7 @@ def through_a_checkpoint(tree: Any) -> Any:
 
 
 def saved(value: Any, held: frozenset[int] = frozenset()) -> Any:
-    return through_a_checkpoint(VariableWriter(held, LargeData()).tree_of(value))
+    return through_a_checkpoint(VariableWriter(held, LargeData()).saved(value))
 
 
 @pytest.mark.parametrize(
@@ -269,8 +267,8 @@ def test_modules_of_the_guard_are_left_to_it() -> None:
 
     tree = saved(module, held)
 
-    assert tree[0] == "module"
-    assert tree[-1] is None
+    assert tree["kind"] == "module"
+    assert tree["state"] is None
 
 
 def test_large_data_is_saved_only_after_it_has_changed() -> None:
@@ -279,16 +277,16 @@ def test_large_data_is_saved_only_after_it_has_changed() -> None:
     labels = np.zeros(100_000)
     large = LargeData()
     large.is_recording = True
-    VariableWriter(frozenset(), large).tree_of([data, labels])
+    VariableWriter(frozenset(), large).saved([data, labels])
     large.is_recording = False
 
-    unchanged = VariableWriter(frozenset(), large).tree_of([data, labels])
+    unchanged = VariableWriter(frozenset(), large).saved([data, labels])
     data[0] = 1.0
     labels[0] = 1.0
-    changed = VariableWriter(frozenset(), large).tree_of([data, labels])
+    changed = VariableWriter(frozenset(), large).saved([data, labels])
 
-    assert [tree[0] for tree in unchanged[2]] == ["unchanged", "unchanged"]
-    assert [tree[0] for tree in changed[2]] == ["tensor", "array"]
+    assert [tree["kind"] for tree in unchanged["items"]] == ["unchanged", "unchanged"]
+    assert [tree["kind"] for tree in changed["items"]] == ["tensor", "array"]
 
 
 def test_local_variables_of_a_running_function_are_restored() -> None:
@@ -309,7 +307,7 @@ def test_local_variables_of_a_running_function_are_restored() -> None:
     tree = train()
     space = next(space for space in tree if space.endswith("train"))
     assert "best" not in tree[space]
-    tree[space]["best"] = ["list", 0, [0.75]]
+    tree[space]["best"] = {"kind": "list", "id": 0, "items": [0.75]}
 
     assert train(tree) == (41, [0.75])
 
@@ -460,12 +458,12 @@ def test_change_that_torch_does_not_count_is_noticed() -> None:
     average = torch.zeros(100_000)
     large = LargeData()
     large.is_recording = True
-    VariableWriter(frozenset(), large).tree_of(average)
+    VariableWriter(frozenset(), large).saved(average)
     large.is_recording = False
 
     average.data.add_(1.0)
 
-    assert VariableWriter(frozenset(), large).tree_of(average)[0] == "tensor"
+    assert VariableWriter(frozenset(), large).saved(average)["kind"] == "tensor"
 
 
 class Counting(torch.utils.data.Dataset[int]):
