@@ -18,7 +18,6 @@ from holdfast.checkpoint.mirror.lineage import (
     identify,
 )
 from holdfast.checkpoint.mirror.location import Location, describe
-from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.core.events import run_events
@@ -175,6 +174,7 @@ class Mirror:
     def _pull(self) -> None:
         """Fetch the newest intact copy. Copies that are not intact are reported and passed over."""
         started = time.monotonic()
+        self._move_damaged_aside()
         copies = self._folder.copies()
         for copy in copies:
             if self._has(copy):
@@ -198,6 +198,16 @@ class Mirror:
         # From here on, the run goes on past any damaged copies, so they are part of its history.
         self._history.note_completed(copies[0].identity)
 
+    def _move_damaged_aside(self) -> None:
+        """Move damaged checkpoints in the run directory aside, whose names copies may have."""
+
+        def report(path: Path, why: str) -> None:
+            self._emit(run_events.CheckpointDamaged(checkpoint=path.name, why=why))
+
+        # If none is intact, nothing is moved, and fetching one of the same name is an error.
+        with contextlib.suppress(CheckpointError):
+            self._store.newest_good(report)
+
     def _has(self, copy: Copy) -> bool:
         """Return whether the run directory contains the checkpoint of a copy."""
         for entry in self._store.entries():
@@ -208,10 +218,6 @@ class Mirror:
 
     def _download(self, copy: Copy) -> tuple[Entry, int] | None:
         """Fetch a copy, or return None after reporting that it is damaged."""
-        for entry in self._store.entries():
-            if entry.path.name == copy.checkpoint:
-                # It has the same name but no readable manifest, or other contents.
-                move_aside(entry.path)
         try:
             return self._folder.download(copy, self._store)
         except (WrongBytesError, FileNotFoundError) as error:
