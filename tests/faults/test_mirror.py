@@ -115,7 +115,7 @@ def test_checkpoints_that_were_lost_come_back_from_the_mirror(tmp_path: Path) ->
 @pytest.mark.slow
 def test_an_unchanged_script_continues_on_another_machine(tmp_path: Path) -> None:
     """`holdfast run --resume --mirror URL` in an empty folder ends as an undisturbed script."""
-    script = [sys.executable, str(UNCHANGED / "killed_at_step.py"), str(UNCHANGED / "digits.py")]
+    script = [sys.executable, str(UNCHANGED / "killed_at_step.py"), str(UNCHANGED / "functions.py")]
     variables = {
         **os.environ,
         "HOLDFAST_SAVE_INTERVAL_STEPS": "5",
