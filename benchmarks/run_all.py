@@ -48,6 +48,7 @@ SCRIPTS = (
     "bit_flips",
     "hang_detection",
     "leak_lines",
+    "slow_programs",
     "supervised_kills",
     "preemptions",
     "evals.verdicts",

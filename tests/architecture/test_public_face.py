@@ -164,7 +164,7 @@ def test_the_commands_and_their_flags() -> None:
         "attach": ["--json", "--seconds"],
         "save": ["--json", "--timeout"],
         "stop": ["--json", "--timeout"],
-        "compare": ["--json", "--out"],
+        "compare": ["--fail-on-regression", "--json", "--out"],
         "doctor": ["--json", "--run-dir"],
         "report": ["--json", "--out"],
         "events": ["--json", "--kind"],

@@ -49,7 +49,7 @@ def guarded_run(path: Path) -> tuple[Path, Any]:
         ) as request,
     ):
         for batch in guard.batches(max_steps=100_000):
-            guard.step(lambda batch: model(batch).square().mean(), batch)
+            guard.step(batch, lambda batch: model(batch).square().mean())
             if request.poll() is not None:
                 break
         assert request.stdout is not None

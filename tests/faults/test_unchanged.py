@@ -113,10 +113,11 @@ def saved_steps(folder: Path, script: str = "killed_at_step") -> list[int]:
 def test_killed_script_continues_exactly(
     script: str, kill_at_step: int, tmp_path: Path, plain_folder: Path
 ) -> None:
-    """A script that is killed and started again has the results of one that was not killed."""
+    """A script that is killed within an epoch continues there, with the results of an undisturbed one."""
     plain = undisturbed(script, plain_folder)
 
     killed = run(resumable(PROGRAMS / script), tmp_path, kill_at_step=kill_at_step)
+    assert "save_postponed" not in guard_events(tmp_path)
     resumed = run(resumable(PROGRAMS / script), tmp_path)
 
     assert killed.status == 128 + signal.SIGKILL
@@ -225,6 +226,15 @@ for inputs, labels in loader:
 
 
 VARIANTS = {
+    "the last batch is used between epochs": """
+for epoch in range(4):
+    for inputs, labels in loader:
+        pictures = torch.cat([inputs] * 300)
+        arrays = pictures.numpy()
+        train_on(inputs, labels)
+    torch.save(pictures[:, 1:] - pictures[:, :-1], f"{epoch}.pt")
+    print("digest of the last batch", epoch, pictures.sum().item(), arrays.sum(1).shape)
+""",
     "part of each epoch by islice": """
 for epoch in range(4):
     for inputs, labels in itertools.islice(loader, 15):

@@ -248,6 +248,7 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     if verdict.changes:
         changes = " ".join(f"{name}={value}" for name, value in verdict.changes)
         _print_section(out, "A restart would set", [changes])
+    _print_speed(out, verdict)
     _print_section(out, "What was tried", verdict.tried)
     if verdict.runner_up is not None:
         cause, title, confidence = verdict.runner_up
@@ -325,6 +326,17 @@ def _print_evidence(out: Console, evidence: Sequence[Exhibit]) -> None:
             source += f", rank {exhibit.rank}"
         out.print(Padding(Text(source, style="dim"), (0, 0, 0, 2)))
         out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
+
+
+def _print_speed(out: Console, verdict: Verdict) -> None:
+    """Print what the training loop spent its time on, and what would make it faster."""
+    lines = []
+    for finding in verdict.speed:
+        lines.append(finding.sentence())
+        # If the run's speed is the verdict, its fix was printed above.
+        if finding.fix and finding.fix != verdict.fix:
+            lines.append(f"To make it faster: {finding.fix}")
+    _print_section(out, "Speed", lines)
 
 
 def _print_section(out: Console, title: str, lines: Sequence[str]) -> None:

@@ -158,12 +158,27 @@ def compare(
     out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path(
         "compare.html"
     ),
+    fail_on_regression: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help=(
+                "Exit with code 1 if the second run is slower than the first by more than this,"
+                " such as 5%."
+            ),
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an HTML page that compares runs: their curves, settings and outcomes."""
+    """Write an HTML page that compares runs: their curves, settings and outcomes.
+
+    With --fail-on-regression, the wall-clock time of the same steps in both runs is compared.
+    """
+    regression = None
     with failing_clearly(as_json=as_json):
         from holdfast.report.page.comparing import Comparison
         from holdfast.report.page.gathering import gather
+        from holdfast.report.page.regression import measure_regression
         from holdfast.report.sources import check_run
 
         # A run that is named twice counts only once.
@@ -178,17 +193,49 @@ def compare(
             )
         page = out.absolute()
         check_writable(page)
+        limit = _limit_of_regression(fail_on_regression, paths)
         with working(f"reading {len(paths)} runs"):
             comparison = Comparison([gather(path) for path in paths])
+            if limit is not None:
+                regression = measure_regression(
+                    baseline=comparison.runs[0], other=comparison.runs[1], limit=limit
+                )
             data = comparison.page().encode()
         replace_file(page, data)
     if as_json:
         values = {"page": str(page), "bytes": len(data), **comparison.as_json()}
+        if regression is not None:
+            values["regression"] = regression.as_json()
         print_json(as_json_value(values))
-        return
-    for title, rows in (("", comparison.facts), ("what differs", comparison.differs)):
-        console().print(_comparison_table(title, comparison.names, rows))
-    _print_written(page, data)
+    else:
+        for title, rows in (("", comparison.facts), ("what differs", comparison.differs)):
+            console().print(_comparison_table(title, comparison.names, rows))
+        _print_written(page, data)
+        if regression is not None:
+            typer.echo(regression.sentence(*comparison.names))
+    if regression is not None and regression.is_regression:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _limit_of_regression(text: str | None, runs: Sequence[Path]) -> float | None:
+    """Return the value of ``--fail-on-regression`` as a fraction, or None if it is not given.
+
+    Raises:
+        PolicyError: H105 if the value is not a percentage, or if there are more than two runs.
+    """
+    if text is None:
+        return None
+    from holdfast.report.page.regression import parse_limit
+
+    limit = parse_limit(text)
+    if len(runs) != 2:
+        raise PolicyError(
+            f"--fail-on-regression with {len(runs)} runs",
+            limit="it compares the second run with the first",
+            fix="pass exactly two runs: the baseline and the run to check.",
+            rule="H105",
+        )
+    return limit
 
 
 def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

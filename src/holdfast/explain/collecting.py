@@ -19,6 +19,8 @@ from holdfast.explain.runs.guard_records import already_tried, how_closed, state
 from holdfast.explain.runs.learning import learning_from_output
 from holdfast.explain.runs.recorded_steps import steps_of_guard
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
+from holdfast.explain.speed.reading import time_use
+from holdfast.explain.speed.rules import find_causes
 
 _NO_STATUS = (
     "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
@@ -156,6 +158,8 @@ def _collect_guard(recordings: Recordings) -> Evidence:
         events=tuple(events),
         tried=tuple(already_tried(events)),
         lost=lost,
+        # Without `holdfast run`, only a slow rank is known.
+        speed=find_causes(time_use([], events, attempt=0)),
         steps=newest.global_step if newest is not None else None,
         guard_closing=closing,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from holdfast.core.events.event import Event
+from holdfast.explain.speed_finding import SpeedFinding
 
 # This pattern is searched for in ``file:function`` and recognizes code that the user did not write:
 # installed packages, Python's standard library, torch and holdfast. The file of a frozen module is
@@ -174,21 +175,6 @@ class Learning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderWait:
-    """How long the steps of a run waited for the loader.
-
-    Attributes:
-        share: The fraction of the steps' total duration that was spent waiting, from 0 to 1.
-        seconds: The total waiting time.
-        steps: The number of steps, excluding the first step of each process.
-    """
-
-    share: float
-    seconds: float
-    steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GuardClosing:
     """How a Guard closed, which shows how a run ended if there is no exit status.
 
@@ -240,8 +226,9 @@ class Evidence:
     lost: LostTraining | None = None
     # Whether the loss fell. It is judged only if the exit status is 0, and is None otherwise.
     learning: Learning | None = None
-    # How long steps waited for data. It is computed only if the exit status is 0. None if unknown.
-    loader_wait: LoaderWait | None = None
+    # What the training loop spent its time on: its problems, or one plain statement. Empty if that
+    # was not recorded or if the loop was too short to be judged.
+    speed: tuple[SpeedFinding, ...] = ()
     # Number of losses in the output. They are counted only if a log is the only evidence.
     printed_losses: int = 0
 

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
+from holdfast.explain.speed_finding import SpeedFinding
 
 _MAX_CHARACTERS = 20_000
 # Fields that keep their line breaks. In all other fields, line breaks become spaces.
@@ -84,6 +85,9 @@ class Verdict:
     rank: int | None = None
     # The number of steps that the process that failed first completed.
     step: int | None = None
+    # What the training loop spent its time on: its problems, with the largest share first, or one
+    # plain statement. Empty if that is not known.
+    speed: tuple[SpeedFinding, ...] = ()
 
     def __post_init__(self) -> None:
         """Sanitize the texts."""

@@ -58,6 +58,9 @@ _SPENT_OFFSET = 320
 # The minimum interval in nanoseconds between two writes of these totals. Writing them whenever a
 # phase begins would be too slow, because a phase may last only microseconds.
 _SPENT_INTERVAL = 20_000_000
+# The fields of `LoopTimes`: four counts, the flag for a device, and seven times in nanoseconds.
+_LOOP = struct.Struct("<5Q7q")
+_LOOP_OFFSET = 448
 
 # --- The layout of a sample.
 
@@ -94,6 +97,56 @@ class ProcessPhase(IntEnum):
     ENDING = 9
 
 
+class LoopTimes(NamedTuple):
+    """What a training loop has spent its time on, from the end of its first step to its newest.
+
+    The first step is not included, because workers start and torch compiles during that step. The
+    time that is in none of the parts was spent in forward passes and in the script's own code.
+
+    Args:
+        steps: The number of steps.
+        epochs: How often the loop began to iterate over a loader.
+        evaluations: The number of evaluations.
+        saves: The number of calls that saved something.
+        uses_device: Whether the process holds memory of a device such as a GPU.
+        seconds: The duration of all steps together.
+        wait_seconds: The time spent waiting for the loader, except in evaluations.
+        restart_seconds: The part of `wait_seconds` that passed until the first batch of an epoch.
+        evaluation_seconds: The duration of all evaluations.
+        saving_seconds: The duration of all saves.
+        backward_seconds: The time spent in backward calls. If several ranks reduce gradients during
+            backward, it includes waiting for the other ranks.
+        optimizer_seconds: The time spent in optimizer steps.
+    """
+
+    steps: int
+    epochs: int = 0
+    evaluations: int = 0
+    saves: int = 0
+    uses_device: bool = False
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    saving_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    @property
+    def own_share(self) -> float:
+        """Return the share of time spent in forward passes and in the script's own code."""
+        if self.seconds <= 0.0:
+            return 0.0
+        other_seconds = (
+            self.wait_seconds
+            + self.evaluation_seconds
+            + self.saving_seconds
+            + self.backward_seconds
+            + self.optimizer_seconds
+        )
+        return max(0.0, 1.0 - other_seconds / self.seconds)
+
+
 class Standing(NamedTuple):
     """The content of a board: the phase and progress that a process published."""
 
@@ -113,6 +166,8 @@ class Standing(NamedTuple):
     # The total time spent in each phase in seconds, indexed by `ProcessPhase`. It excludes the time
     # since the current phase began.
     spent: tuple[float, ...] = ()
+    # None until the second step has ended.
+    loop: LoopTimes | None = None
 
 
 class ProgressBoard:
@@ -169,6 +224,19 @@ class ProgressBoard:
         )
         return now
 
+    def count_wait_as_evaluation(self, nanoseconds: int) -> None:
+        """Move time from the total of `DATA_WAIT` to that of `EVALUATION`."""
+        self._spent[ProcessPhase.DATA_WAIT] -= nanoseconds
+        self._spent[ProcessPhase.EVALUATION] += nanoseconds
+
+    def write_loop_times(self, *values: int) -> None:
+        """Publish what the training loop has spent its time on.
+
+        Args:
+            *values: The fields of `LoopTimes` in order, with times in nanoseconds.
+        """
+        _LOOP.pack_into(self._map, _LOOP_OFFSET, *values)
+
     def trace_requested(self) -> int:
         """Return the number of the newest request for a memory trace, or 0 if there was none."""
         number: int = _REQUEST.unpack_from(self._map, _REQUEST_OFFSET)[0]
@@ -222,6 +290,24 @@ def read_board(path: Path) -> Standing | None:
         micro_step=micro_step,
         steps_made=steps_made,
         spent=tuple(nanoseconds / 1e9 for nanoseconds in spent_nanoseconds),
+        loop=_loop_times_in(data),
+    )
+
+
+def _loop_times_in(data: bytes) -> LoopTimes | None:
+    """Return the loop's times in the content of a board, or None if there are none yet."""
+    steps, epochs, evaluations, saves, uses_device, *nanoseconds = _LOOP.unpack_from(
+        data, _LOOP_OFFSET
+    )
+    if steps == 0:
+        return None
+    return LoopTimes(
+        steps,
+        epochs,
+        evaluations,
+        saves,
+        bool(uses_device),
+        *(time / 1e9 for time in nanoseconds),
     )
 
 

@@ -116,6 +116,7 @@ def _sections_of_verdict(verdict: Verdict) -> list[Section]:
         ),
         Section(title="What holdfast recommends", lines=verdict.fix.splitlines()),
         Section(title="What was tried", lines=list(verdict.tried)),
+        Section(title="Speed", lines=[finding.sentence() for finding in verdict.speed]),
         Section(title="Not known", lines=list(verdict.missing)),
     ]
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures.endings import NOT_JUDGED
 from holdfast.explain.signatures.signature import FAMILIES, Restart
+from holdfast.explain.speed_finding import CAUSES, SpeedFinding
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
@@ -78,6 +79,9 @@ def verdict_from(values: Mapping[str, Any]) -> Verdict:
         ),
         rank=_integer(values, "rank"),
         step=_integer(values, "step"),
+        speed=tuple(
+            _speed_finding(item) for item in _items(values, "speed") if isinstance(item, Mapping)
+        ),
     )
 
 
@@ -86,6 +90,18 @@ def _exhibit(values: Mapping[str, Any]) -> Exhibit:
         text=_text(values, "text"),
         source=_text(values, "source"),
         role=_text(values, "role") or "fact",
+    )
+
+
+def _speed_finding(values: Mapping[str, Any]) -> SpeedFinding:
+    return SpeedFinding(
+        rule=_text(values, "rule"),
+        cause=values["cause"] if values.get("cause") in CAUSES else "not known",
+        share=_share(values.get("share")),
+        title=_text(values, "title"),
+        evidence=_text(values, "evidence"),
+        fix=_text(values, "fix"),
+        is_problem=values.get("is_problem") is True,
     )
 
 

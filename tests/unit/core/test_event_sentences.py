@@ -452,6 +452,24 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         ("host", "4711", "1 MiB per step", "300 MiB in 300 steps", "1 h 30 min", "H1509"),
     ),
     (process.MemoryTrend(pid=4711, what="device", bytes_per_step=0), ("device", "4711")),
+    (
+        process.ResourcesUsed(
+            attempt=0,
+            seconds=64.0,
+            cpus=8.0,
+            cpus_wanted=2.5,
+            workers=2.0,
+            worker_busy=0.97,
+            bytes_read=3 * MIB,
+        ),
+        ("1 min 4 s", "2.5 of 8 CPUs", "3 MiB", "2 loader workers", "97 %"),
+    ),
+    (
+        process.StacksSampled(
+            attempt=0, pid=4711, samples=20, in_python=17, place="train.py:7 in crop", at_place=9
+        ),
+        ("17 of 20", "4711", "9", "train.py:7 in crop"),
+    ),
     # the observer
     (process.GuardOpened(path="/runs/a"), ("/runs/a",)),
     (process.TorchImported(version="2.13.0"), ("2.13.0",)),

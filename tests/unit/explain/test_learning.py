@@ -15,7 +15,6 @@ import pytest
 from holdfast.explain.runs.learning import learning_of, learning_of_process, learning_of_run
 from holdfast.explain.runs.recorded_steps import (
     LossReading,
-    loader_wait_of_run,
     losses_of_process,
 )
 from holdfast.recorder.progress import SampleRing, StepSample
@@ -147,21 +146,6 @@ def record(folder: Path, steps: int, *, wait_seconds: float) -> None:
         # Without the time, which the ring sets, and the optimizer.
         ring.write(*sample[:-2])
     ring.close()
-
-
-def test_the_share_of_waiting_is_that_of_all_steps_but_the_first(tmp_path):
-    """Waiting that adds up to less than two seconds is no matter, and neither is a folder
-    without samples.
-    """
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "short").mkdir()
-    record(tmp_path / "slow", 101, wait_seconds=0.063)
-    record(tmp_path / "short", 11, wait_seconds=0.063)
-    wait = loader_wait_of_run([tmp_path / "slow", tmp_path / "missing"])
-    assert wait is not None
-    assert wait.share == pytest.approx(0.63)
-    assert wait.steps == 100
-    assert loader_wait_of_run([tmp_path / "short"]) is None
 
 
 def test_a_run_that_is_longer_than_its_ring_is_judged_from_its_beginning(tmp_path):

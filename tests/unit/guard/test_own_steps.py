@@ -425,6 +425,32 @@ def test_a_run_takes_all_its_steps_in_one_way(tmp_path):
     assert raised.value.rule == "H212"
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_grad_norm": 1.0},
+        {"precision": "bf16"},
+        {"micro_batch_size": 4},
+        {"drop_nonfinite_samples": True},
+        {"repeat_step_interval": 5},
+        {"spike_action": "skip"},
+    ],
+)
+def test_a_setting_without_effect_is_refused(tmp_path, setting):
+    """A setting that only ``guard.step`` applies is H212 before the first step of the loop moves a
+    weight, and it is named.
+    """
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+
+    with pytest.raises(holdfast.BatchError, match=next(iter(setting))) as raised:
+        train_by_hand(tmp_path, model, optimizer, optimizer, **setting)
+
+    assert raised.value.rule == "H212"
+    assert torch.equal(model.weight, before)
+
+
 def test_another_optimizer_of_the_same_weights_is_refused(tmp_path):
     """An optimizer that the guard was not given, over parameters of the guarded model, is H212
     too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,59 @@ def test_of_long_commands_the_arguments_that_differ_are_shown_and_rates_as_they_
     }
     assert "--learning_rate" in compared(*runs, "--out", out).stdout
     assert "S3cr" not in out.read_text()
+
+
+def run_with_times(run: Path, seconds_per_step: Callable[[int], float]) -> Path:
+    """Make a run whose steps take these times."""
+    samples = []
+    ended = BEGAN
+    for step in range(1, 401):
+        ended += seconds_per_step(step)
+        samples.append(sample(step, unix_seconds=ended, seconds=seconds_per_step(step)))
+    make_run(run, steps=1)
+    add_process(run, samples)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_step", "exit_code", "slower_by"),
+    [
+        (lambda step: 0.11, 1, 0.1),
+        (lambda step: 0.104, 0, 0.04),
+        (lambda step: 0.05, 0, -0.5),
+        # A pause in every tenth step, as for a save, is slower although the median step is not.
+        (lambda step: 0.1 if step % 10 else 0.3, 1, 0.2),
+        # Another job on the machine for a third of the run is no regression.
+        (lambda step: 0.3 if 100 < step < 230 else 0.1, 0, 0.0),
+    ],
+)
+def test_a_run_that_became_slower_fails_the_comparison(
+    tmp_path: Path, seconds_per_step: Callable[[int], float], exit_code: int, slower_by: float
+) -> None:
+    """The exit code is 1 if the second run is slower by more than the limit."""
+    runs = [
+        run_with_times(tmp_path / "a", lambda step: 0.1),
+        run_with_times(tmp_path / "b", seconds_per_step),
+    ]
+    words = [*runs, "--json", "--out", tmp_path / "page.html", "--fail-on-regression", "5%"]
+    done = compared(*words)
+    assert done.exit_code == exit_code, done.output
+    assert json.loads(done.stdout)["regression"]["slower_by"] == pytest.approx(slower_by, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("limit", "more"), [("five", []), ("0.05", []), ("-5%", []), ("5%", ["third"]), ("5%", [])]
+)
+def test_a_comparison_of_speed_that_cannot_be_made_is_refused(
+    tmp_path: Path, limit: str, more: list[str]
+) -> None:
+    """A value that is no percentage, three runs, or runs that are too short end with code 2."""
+    runs = [make_run(tmp_path / name, steps=30) for name in ("first", "second", *more)]
+    out = tmp_path / "page.html"
+    done = compared(*runs, "--json", "--out", out, f"--fail-on-regression={limit}")
+    assert done.exit_code == 2, done.output
+    assert json.loads(done.stdout)["error"]["rule"] == "H105"
+    assert not out.exists()
 
 
 def guarded(

@@ -30,6 +30,7 @@ from holdfast.recorder.run_files import (
     read_processes,
     write_process,
 )
+from holdfast.supervise.observe import step_tracker, training_phases
 from holdfast.supervise.observe.launchers import is_launcher
 from holdfast.supervise.observe.step_tracker import StepTracker
 from holdfast.supervise.observe.values import PendingValue, ValueReader
@@ -283,6 +284,67 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         ),
     ]
     assert seen.roles == ["trainer"]
+
+
+@pytest.mark.parametrize("calls_train", [True, False])
+def test_what_a_loop_spends_its_time_on_adds_up(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, *, calls_train: bool
+) -> None:
+    """Loading for an evaluation is evaluation, saving within one is saving, and the first step
+    does not count.
+    """
+    now = [1]
+
+    def pass_seconds(seconds: float) -> None:
+        now[0] += round(1e9 * seconds)
+
+    for module in (progress, step_tracker, training_phases):
+        name = "monotonic_ns" if module is training_phases else "_now"
+        monkeypatch.setattr(module, name, lambda: now[0])
+    steps, one = steps_of(seen), Optimizer()
+
+    def wait(seconds: float) -> None:
+        steps.wait_begins()
+        pass_seconds(seconds)
+        steps.wait_ends(None)
+
+    def train_one_step() -> None:
+        wait(3.0)
+        pass_seconds(0.25)
+        steps.backward_begins(torch.tensor(1.0))
+        pass_seconds(1.0)
+        steps.backward_ends()
+        steps.optimizer_begins(one, (one,), {})
+        pass_seconds(0.5)
+        steps.optimizer_ends(one, (one,), {})
+
+    pass_seconds(100.0)
+    train_one_step()
+    train_one_step()
+    steps.phases.evaluation_begins()
+    wait(5.0)
+    pass_seconds(2.0)
+    steps.phases.interruption_begins(ProcessPhase.SAVING)
+    pass_seconds(4.0)
+    steps.phases.interruption_ends()
+    if calls_train:
+        steps.phases.evaluation_ends()
+    train_one_step()
+
+    standing = progress.read_board(seen.path)
+    assert standing is not None
+    assert standing.loop == progress.LoopTimes(
+        steps=2,
+        evaluations=1,
+        saves=1,
+        seconds=20.5,
+        wait_seconds=6.0,
+        evaluation_seconds=7.0,
+        saving_seconds=4.0,
+        backward_seconds=2.0,
+        optimizer_seconds=1.0,
+    )
+    assert standing.loop.own_share == pytest.approx(0.5 / 20.5)
 
 
 def test_fast_steps_are_read_now_and_then(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from holdfast.core.events.data import EventData, Failed, WithReason
 from holdfast.core.raised import exception_text
-from holdfast.core.text import counted, duration, listed, size
+from holdfast.core.text import counted, duration, listed, percent, size
 
 # --- the supervisor -------------------------------------------------------------------------------
 
@@ -319,6 +319,55 @@ class MemoryTrend(EventData):
             text += f"; it runs out in {duration(60 * self.minutes_left)}"
         if self.signature is not None:
             text += f" ({self.signature})"
+        return text
+
+
+class ResourcesUsed(EventData):
+    """What the trainers and loader workers of an attempt on this host have used so far.
+
+    `cpus` is the number of CPUs that they may use, and `cpus_wanted` the mean number that they
+    would have used if no other process had kept them waiting for one. `workers` is the largest
+    number of loader workers per trainer, and `worker_busy` the share of time in which a worker
+    computed or waited for a CPU. Of `waits_seen` observations of a trainer that waited for data,
+    its main thread computed in `waits_running`.
+    """
+
+    attempt: int
+    seconds: float
+    cpus: float
+    cpus_wanted: float
+    workers: float
+    worker_busy: float | None = None
+    bytes_read: int = 0
+    waits_seen: int = 0
+    waits_running: int = 0
+
+    def __str__(self) -> str:
+        text = f"in {duration(self.seconds)}, training kept {self.cpus_wanted:g} of {self.cpus:g}"
+        text += f" CPUs busy and read {size(self.bytes_read)}"
+        if self.worker_busy is not None:
+            text += f"; {self.workers:g} loader workers were busy {percent(self.worker_busy)} of it"
+        return text
+
+
+class StacksSampled(EventData):
+    """How many stack samples of a training loop were in Python code of the loop itself.
+
+    `place` is the line in the user's code that most of these samples were in.
+    """
+
+    attempt: int
+    pid: int
+    samples: int
+    in_python: int
+    place: str = ""
+    at_place: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.in_python} of {self.samples} stack samples of process {self.pid} were in"
+        text += " Python code of the loop itself"
+        if self.place:
+            text += f", {self.at_place} of them at {self.place}"
         return text
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core.events.event import Event
-from holdfast.core.text import duration
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import (
@@ -25,8 +24,6 @@ from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
-# If a run spends at least this fraction of its step time waiting for the loader, that is a problem.
-_MAX_LOADER_WAIT_SHARE = 0.5
 # Confidence in problems that were found by measuring the loss, the step time or the memory use.
 _CONFIDENCE_IN_MEASUREMENTS = 0.9
 
@@ -145,18 +142,17 @@ def _title_about_trend(trend: Event) -> str:
     return title
 
 
-def waited_for_loader(evidence: Evidence) -> Shortfall | None:
-    """Report steps that spent at least half of their time waiting for batches."""
-    wait = evidence.loader_wait
-    if wait is None or wait.share < _MAX_LOADER_WAIT_SHARE:
+def was_slow(evidence: Evidence) -> Shortfall | None:
+    """Report the cause that made the run slow, such as waiting for the loader."""
+    problems = [finding for finding in evidence.speed if finding.is_problem]
+    if not problems:
         return None
-    words = f"its steps spent {wait.share:.0%} of their time waiting for the loader"
-    text = f"{words}: {duration(wait.seconds)} in {wait.steps:,} steps"
+    finding = problems[0]
     return Shortfall(
-        id=endings.WAITED_FOR_LOADER,
-        title=f"finished, but {words}",
-        sentence=f"But {words}.",
-        exhibits=(Exhibit(text=text, source="recorded steps"),),
+        id=finding.rule,
+        title=f"finished, but {finding.title}",
+        sentence=f"But {finding.title} ({finding.cause}).",
+        exhibits=(Exhibit(text=finding.evidence, source="recorded times"),),
     )
 
 
@@ -185,7 +181,7 @@ RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
     loss_did_not_fall,
     repeated_steps_differed,
     memory_grew,
-    waited_for_loader,
+    was_slow,
     learning_was_not_judged,
 )
 

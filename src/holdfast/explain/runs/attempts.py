@@ -16,7 +16,6 @@ from holdfast.explain.evidence import (
     Ending,
     Evidence,
     Learning,
-    LoaderWait,
     LostTraining,
     Statement,
     SupervisorLoss,
@@ -32,7 +31,6 @@ from holdfast.explain.runs.observed import ObservedProcess, ProcessExit, pids_th
 from holdfast.explain.runs.output_sections import SectionReader, find_section
 from holdfast.explain.runs.recorded_steps import (
     LossReading,
-    loader_wait_of_run,
     losses_of_guard,
     losses_of_process,
     newest_step_of_guard,
@@ -48,6 +46,9 @@ from holdfast.explain.runs.supervision import (
     integer_of,
     read_supervisor_record,
 )
+from holdfast.explain.speed.reading import time_use
+from holdfast.explain.speed.rules import find_causes
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, process_lives
 
@@ -127,7 +128,7 @@ class _AttemptCollector:
             applied_changes=self._record.applied_changes(),
             lost=self._lost(),
             learning=self._learning(),
-            loader_wait=self._loader_wait(),
+            speed=self._speed(),
             steps=self._steps(),
             phase=_phase_name(self._standing_of_trainer()),
             observed=bool(self._processes),
@@ -345,11 +346,14 @@ class _AttemptCollector:
             curves.setdefault(rank, []).extend(losses_of_process(folder))
         return list(curves.values())
 
-    def _loader_wait(self) -> LoaderWait | None:
-        """Return how long steps waited for data, or None unless the command ended with status 0."""
-        if self._record.status != 0:
-            return None
-        return loader_wait_of_run(process.folder for process in self._trainers)
+    def _speed(self) -> tuple[SpeedFinding, ...]:
+        """Return what the training loop spent its time on."""
+        boards = [
+            (process.info, None if process.standing is None else process.standing.loop)
+            for process in self._trainers
+        ]
+        events = [*self._record.events, *self._guard_events]
+        return find_causes(time_use(boards, events, self._record.number))
 
 
 def _ending(event: Event, standing: Standing | None) -> Ending:

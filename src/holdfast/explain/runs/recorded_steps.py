@@ -1,4 +1,4 @@
-"""Read the losses and loader waiting times of the steps that processes and Guards recorded.
+"""Read the losses of the steps that processes and Guards recorded.
 
 Steps that cannot be read are silently omitted. `Recordings.events` reports the damage when it reads
 the events in the same folder.
@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.core.errors import HoldfastError
-from holdfast.explain.evidence import LoaderWait
 from holdfast.recorder.progress import StepSample, read_samples
 from holdfast.recorder.reader import StepRecord, read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 
 # The smallest number of records that one row of ``recorder.history`` summarizes.
 _RECORDS_OF_A_ROW = 64
-# Loader waiting times are judged only if there are at least this many steps and the total wait is
-# at least this long. A run that lasts only seconds may spend half its time starting workers.
-_MIN_JUDGED_STEPS = 10
-_MIN_WAIT_SECONDS = 2.0
 
 
 class LossReading(NamedTuple):
@@ -109,25 +104,3 @@ def _means(readings: Sequence[LossReading]) -> list[LossReading]:
             mean = statistics.fmean(reading.loss for reading in stretch)
             means.append(stretch[0]._replace(loss=mean))
     return sorted(means, key=lambda reading: reading.step)
-
-
-def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long the steps of a run waited for the loader.
-
-    The first step of each process is ignored, because the loader starts during that step. Return
-    None if there are too few steps, or if the total wait is too short to be judged.
-
-    Args:
-        folders: The folders of the training processes.
-    """
-    timed = [
-        sample
-        for folder in folders
-        for sample in samples_of_process(folder)[1:]
-        if sample.seconds > 0 and sample.wait_seconds >= 0
-    ]
-    waited = math.fsum(min(sample.wait_seconds, sample.seconds) for sample in timed)
-    if len(timed) < _MIN_JUDGED_STEPS or waited < _MIN_WAIT_SECONDS:
-        return None
-    seconds = math.fsum(sample.seconds for sample in timed)
-    return LoaderWait(share=waited / seconds, seconds=waited, steps=len(timed))

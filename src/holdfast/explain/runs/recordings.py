@@ -192,7 +192,7 @@ def unreadable_error(path: Path, error: OSError) -> RunDirectoryError:
         fix = f"did you mean {suggestion}?" if suggestion is not None else "check the path."
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
-        limit="`holdfast explain` needs to read the recordings or the log",
+        limit="the recordings or the log must be readable",
         fix=fix,
         rule="H733",
     )

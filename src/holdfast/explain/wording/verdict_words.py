@@ -59,6 +59,7 @@ def in_words(judgement: Judgement) -> Verdict:
         where=judgement.place,
         rank=rank,
         step=judgement.steps,
+        speed=judgement.evidence.speed,
     )
 
 
@@ -66,8 +67,11 @@ def _fix(judgement: Judgement) -> str:
     """Return the fix: the location of a memory leak, a Guard's fix, or the signature's fix."""
     signature = judgement.signature
     evidence = judgement.evidence
-    if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
+    if signature.id == endings.NOT_LEARNED:
         return signature.fix
+    for finding in evidence.speed:
+        if finding.rule == signature.id:
+            return finding.fix
     unsaved = observations.unsaved_steps(evidence)
     if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.was_refused:
         return fix_of_training(evidence) or _FIX_OF_NONFINITE_STATE

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 
 from holdfast.core.errors import BatchError
 from holdfast.core.events import run_events
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.phase import RunState
 from holdfast.guard.run.backward_losses import BackwardLosses, has_gradients
 from holdfast.guard.run.session import Session
@@ -43,6 +44,17 @@ _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 # An optimizer that has not stepped in this many batches is not accumulating gradients. Its model
 # may be frozen, and receive gradients only because they pass through it.
 _MOST_BATCHES_OF_A_STEP = 100
+
+# Settings that only `Guard.step` carries out, with the values that ask for nothing. A loop that
+# relies on another value would train without it and see no difference.
+_SETTINGS_OF_GUARDED_STEPS: Mapping[str, tuple[object, ...]] = {
+    "max_grad_norm": (None,),
+    "precision": ("fp32",),
+    "micro_batch_size": ("auto", None),
+    "drop_nonfinite_samples": (False,),
+    "repeat_step_interval": (None,),
+    "spike_action": ("warn",),
+}
 
 # The code of the function in which torch wraps the ``step`` of every optimizer to call the hooks.
 _STEP_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
@@ -318,7 +330,9 @@ class OwnSteps:
             return _step_outside_guard(name, self._why_not)
         if self._guard_has_stepped:
             return _mixed_steps(f"the loop stepped optimizer {name!r} itself, after guard.step")
-        return None
+        if self._loop_has_stepped:
+            return None
+        return _settings_without_effect(name, self._session.policy)
 
     def _name_of(self, optimizer: Optimizer) -> str | None:
         """Return an optimizer's name in the guard, or None if it was not passed to the guard."""
@@ -364,6 +378,27 @@ def _step_outside_guard(name: str, why: str) -> BatchError:
             " returns the loss. To step one of several optimizers: guard.step(batch, loss_fn,"
             f" optimizer={name!r})."
         ),
+        rule="H212",
+    )
+
+
+def _settings_without_effect(name: str, policy: Policy) -> BatchError | None:
+    """Return the error for settings that a loop with its own steps would not get, or None."""
+    ignored = {
+        setting: getattr(policy, setting)
+        for setting, unused in _SETTINGS_OF_GUARDED_STEPS.items()
+        if getattr(policy, setting) not in unused
+    }
+    if not ignored:
+        return None
+    listed = ", ".join(f"{setting}={value!r}" for setting, value in ignored.items())
+    defaults = ", ".join(
+        f"{setting}={_SETTINGS_OF_GUARDED_STEPS[setting][0]!r}" for setting in ignored
+    )
+    return BatchError(
+        f"the loop stepped optimizer {name!r} itself, but the run has {listed}",
+        limit="only guard.step applies such settings; they have no effect on steps of the loop",
+        fix=f"do this in the loop and set {defaults}, or take the steps with guard.step.",
         rule="H212",
     )
 

@@ -243,6 +243,15 @@ def _generator_of(frame: FrameType) -> object | None:
 
 
 def _is_progress_bar(value: object) -> bool:
+    """Return whether an object is a progress bar, or the dict that holds its attributes."""
+    if type(value) is dict:
+        # If an object has many attributes, as tqdm's bars do, Python keeps them in a dict. Then the
+        # bar refers to this dict, and the dict refers to what the bar iterates.
+        return any(
+            _is_progress_bar(owner) and getattr(owner, "__dict__", None) is value
+            for owner in gc.get_referrers(value)
+            if type(owner) is not dict
+        )
     return type(value).__module__.partition(".")[0] in _PROGRESS_BARS
 
 

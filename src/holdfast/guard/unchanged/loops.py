@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from holdfast.guard.unchanged.loop_places import Counter, LoopPlace
+from holdfast.guard.unchanged.loop_places import Counter, LoopPlace, find_counters
 from holdfast.guard.unchanged.saved_script import LoaderStart
 from holdfast.loader.random_state import RandomState
 
@@ -22,8 +23,8 @@ StartIterator = Callable[[DataLoader[Any]], Iterator[Any]]
 class Loop:
     """A loop that has begun to iterate a loader.
 
-    It must not refer to its `LoopIterator`. When the script leaves the loop, nothing else refers to
-    the iterator, so Python frees it, and this is how the end of the loop is noticed.
+    It must not keep its `LoopIterator` alive. When the script leaves the loop, nothing else refers
+    to the iterator, so Python frees it, and this is how the end of the loop is noticed.
     """
 
     loader: DataLoader[Any]
@@ -32,6 +33,9 @@ class Loop:
     batches: Iterator[Any] | None
     # The file and line in which the script called ``iter`` or began the ``for`` statement.
     created_at: str
+    # The iterator that the script has received. Functions must not get it as an argument: a call
+    # with ``*args`` creates a tuple, which would refer to it and count as a wrapper around it.
+    iterator: weakref.ref[LoopIterator] | None = None
     # The number of its batches. None if that is known only at the end.
     length: int | None = None
     # The statement that requests the batches. None before the first request.
@@ -54,11 +58,23 @@ class Loop:
     has_failed: bool = False
     is_finished: bool = False
 
+    def find_counters(self, frame: FrameType) -> list[Counter] | None:
+        """Return the counters of the ``enumerate`` objects around the iterator of the script.
+
+        Args:
+            frame: The frame that requests a batch.
+
+        Returns:
+            The counters, or None if there is a wrapper that cannot continue in the middle.
+        """
+        assert self.iterator is not None
+        return find_counters(self.iterator(), frame)
+
 
 class LoopWatcher(Protocol):
     """Provides the batches of a `LoopIterator`, and is informed when the iterator is dropped."""
 
-    def next_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> Any:
+    def next_batch(self, loop: Loop, frame: FrameType) -> Any:
         """Return the next batch of a loop, or raise StopIteration."""
 
     def note_dropped(self, loop: Loop, frame: FrameType | None) -> None:
@@ -76,12 +92,13 @@ class LoopIterator:
     def __init__(self, watcher: LoopWatcher, loop: Loop) -> None:
         self._watcher = watcher
         self._loop = loop
+        loop.iterator = weakref.ref(self)
 
     def __iter__(self) -> LoopIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._watcher.next_batch(self._loop, self, sys._getframe(1))
+        return self._watcher.next_batch(self._loop, sys._getframe(1))
 
     def __len__(self) -> int:
         return len(self._loop.loader)

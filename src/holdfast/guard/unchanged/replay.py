@@ -12,8 +12,8 @@ from types import FrameType
 from torch import nn
 
 from holdfast.guard.unchanged.gap_weights import GapWeights
-from holdfast.guard.unchanged.loop_places import find_counters, is_in_generator
-from holdfast.guard.unchanged.loops import Loop, LoopIterator, StartIterator
+from holdfast.guard.unchanged.loop_places import is_in_generator
+from holdfast.guard.unchanged.loops import Loop, StartIterator
 from holdfast.guard.unchanged.objects import find_trained_objects
 from holdfast.guard.unchanged.random_sources import restore_sources
 from holdfast.guard.unchanged.refusal import resume_differs
@@ -49,12 +49,11 @@ class Replay:
         """Return whether the checkpoint was saved between two loops, and this place is reached."""
         return self.saved.current is None and len(self.finished) == len(self.saved.finished)
 
-    def enter(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> bool:
+    def enter(self, loop: Loop, frame: FrameType) -> bool:
         """Handle the first request for a batch of a loop.
 
         Args:
             loop: The loop.
-            iterator: The iterator of the loop.
             frame: The frame that requests the batch.
 
         Returns:
@@ -69,7 +68,7 @@ class Replay:
             assert self.saved.current is not None
             _check_same_loop(self.saved.current, loop)
             self._skip_batches(self.saved.current, loop)
-            self._restore_counters(iterator, frame)
+            self._restore_counters(loop, frame)
             return False
         recorded = self.saved.finished[number]
         _check_same_loop(recorded, loop)
@@ -82,7 +81,7 @@ class Replay:
         if self.is_at_the_end:
             # `restore_variables` restores the state. In a generator, the loop around it continues.
             if is_in_generator(frame):
-                self._restore_counters(iterator, frame)
+                self._restore_counters(loop, frame)
         else:
             frames = frames_of_script(frame)
             VariableReader().restore(recorded.variables, frames)
@@ -96,9 +95,9 @@ class Replay:
         self.finished.append(recorded)
         restore(recorded.random_state)
 
-    def _restore_counters(self, iterator: LoopIterator, frame: FrameType) -> None:
+    def _restore_counters(self, loop: Loop, frame: FrameType) -> None:
         """Set the ``enumerate`` objects around a loop to the numbers that they had reached."""
-        counters = find_counters(iterator, frame)
+        counters = loop.find_counters(frame)
         if counters is None or len(counters) != len(self.saved.counters):
             raise resume_differs("a loop requests its batches through other wrappers than before")
         for counter, value in zip(counters, self.saved.counters, strict=True):

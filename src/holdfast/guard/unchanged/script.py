@@ -184,17 +184,16 @@ class Script:
 
     # --- a loop requests a batch
 
-    def next_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> Any:
+    def next_batch(self, loop: Loop, frame: FrameType) -> Any:
         """Return the next batch of a loop, or raise StopIteration.
 
         Args:
             loop: The loop.
-            iterator: The iterator of the loop.
             frame: The frame that requests the batch.
         """
         is_outermost = bool(self._loops) and self._loops[0] is loop
         if is_outermost and self._is_active:
-            if self._before_batch(loop, iterator, frame):
+            if self._before_batch(loop, frame):
                 raise StopIteration
             loop.before_last = capture(self._devices())
         elif loop.place is None:
@@ -213,28 +212,28 @@ class Script:
         return batch
 
     @_handling_errors
-    def _before_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> bool:
+    def _before_batch(self, loop: Loop, frame: FrameType) -> bool:
         """Handle a request for a batch of the outermost loop.
 
         Returns:
             Whether the loop must end at once, because an earlier attempt had finished it.
         """
         if loop.place is None:
-            return self._before_first_batch(loop, iterator, frame)
+            return self._before_first_batch(loop, frame)
         # At its end, the loop assigns no further values to its targets, which the code after it may
         # use. So that boundary belongs to the end, where the targets are saved.
         is_at_end = loop.batch_count == loop.length and not is_in_generator(frame)
         if self._training is not None and not is_at_end:
             has_inner_loop = len(self._loops) > 1
-            self._training.pass_boundary_in(loop, iterator, frame, has_inner_loop=has_inner_loop)
+            self._training.pass_boundary_in(loop, frame, has_inner_loop=has_inner_loop)
         return False
 
-    def _before_first_batch(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> bool:
+    def _before_first_batch(self, loop: Loop, frame: FrameType) -> bool:
         """Handle the first request. Return whether the loop must end at once."""
         loop.place = find_place(frame)
         loop.enclosing = enclosing_targets(frames_of_script(frame))
         if self._replay is not None:
-            return self._enter_recorded(self._replay, loop, iterator, frame)
+            return self._enter_recorded(self._replay, loop, frame)
         if self._training is not None:
             self._weights.stop()
             if loop.place.problem is not None:
@@ -366,9 +365,7 @@ class Script:
 
     # --- resuming
 
-    def _enter_recorded(
-        self, replay: Replay, loop: Loop, iterator: LoopIterator, frame: FrameType
-    ) -> bool:
+    def _enter_recorded(self, replay: Replay, loop: Loop, frame: FrameType) -> bool:
         """Handle the first request for a batch of a loop that an earlier attempt has recorded.
 
         Returns:
@@ -377,7 +374,7 @@ class Script:
         Raises:
             UnchangedScriptError: H739 if the script has reached another loop than before.
         """
-        if not replay.enter(loop, iterator, frame):
+        if not replay.enter(loop, frame):
             if len(replay.finished) == len(replay.saved.finished):
                 # This is the loop in whose middle the checkpoint was saved.
                 self._resume(replay, frame)

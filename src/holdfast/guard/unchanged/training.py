@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from holdfast.core.events import run_events
 from holdfast.guard.unchanged.bytecode import targets_of_loop
 from holdfast.guard.unchanged.large_data import LargeData
-from holdfast.guard.unchanged.loop_places import Counter, find_counters, is_in_generator
-from holdfast.guard.unchanged.loops import Loop, LoopIterator
+from holdfast.guard.unchanged.loop_places import Counter, is_in_generator
+from holdfast.guard.unchanged.loops import Loop
 from holdfast.guard.unchanged.objects import TrainedObjects
 from holdfast.guard.unchanged.proof import BoundaryLog, describe_boundary
 from holdfast.guard.unchanged.refusal import cannot_be_saved, resume_differs
@@ -148,14 +148,11 @@ class Training:
 
     # --- boundaries
 
-    def pass_boundary_in(
-        self, loop: Loop, iterator: LoopIterator, frame: FrameType, *, has_inner_loop: bool
-    ) -> None:
+    def pass_boundary_in(self, loop: Loop, frame: FrameType, *, has_inner_loop: bool) -> None:
         """Pass the boundary in the middle of a loop, before its next batch.
 
         Args:
             loop: The outermost loop.
-            iterator: Its iterator.
             frame: The frame that requests the batch.
             has_inner_loop: Whether a loop inside this one is running, whose position no checkpoint
                 holds.
@@ -167,7 +164,7 @@ class Training:
         if self._has_stepped and not has_inner_loop and self.guard.needs_boundary():
             # The search takes some milliseconds, so it waits for the first save that is due.
             if not loop.has_searched_counters:
-                self._search_counters(loop, iterator, frame)
+                self._search_counters(loop, frame)
             may_save = loop.counters is not None
         self._pass_boundary(
             Boundary(frame=frame, loop=loop, counters=loop.counters, batch=loop.last_batch),
@@ -196,11 +193,11 @@ class Training:
             may_exit=may_exit,
         )
 
-    def _search_counters(self, loop: Loop, iterator: LoopIterator, frame: FrameType) -> None:
+    def _search_counters(self, loop: Loop, frame: FrameType) -> None:
         """Find out whether a loop can be resumed in its middle."""
         assert loop.place is not None
         loop.has_searched_counters = True
-        loop.counters = find_counters(iterator, frame)
+        loop.counters = loop.find_counters(frame)
         if loop.counters is not None:
             return
         why = f"the loop at {loop.place.name} takes its batches through a wrapper such as islice"

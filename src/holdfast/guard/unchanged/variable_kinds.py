@@ -25,6 +25,8 @@ with these entries. `id` is a number by which other saved values refer to the sa
     `id`, `tensor`, `device`, `requires_grad`, `is_part_of_model`
 ``array``: a NumPy array
     `id`, `array`
+``placeholder``: a large tensor or array after a finished loop, such as the last batch
+    `shape`, `dtype`, `device`: None for an array
 ``plain``: a complex number, bytes, a NumPy number, a path, a dtype
     `value`
 ``module``: a torch module

@@ -80,6 +80,7 @@ class VariableReader:
             "function": self._function,
             "tensor": self._tensor,
             "array": self._array,
+            "placeholder": self._placeholder,
             "plain": lambda saved, _: saved["value"],
             "module": self._module,
             "stateful": self._stateful,
@@ -329,6 +330,19 @@ class VariableReader:
             target = live
         self._objects[saved["id"]] = target
         return target
+
+    def _placeholder(self, saved: Saved, live: Any) -> Any:
+        """Return zeros for a large tensor or array, for the code between two finished loops.
+
+        That code may use the last batch, for example to save a picture. Whatever it writes is
+        discarded, and its variables get the values that they had after the next loop.
+        """
+        if getattr(live, "shape", None) == tuple(saved["shape"]):
+            return live
+        if saved["device"] is None:
+            return np.zeros(saved["shape"], saved["dtype"])
+        dtype = getattr(torch, saved["dtype"])
+        return torch.zeros(saved["shape"], dtype=dtype, device=saved["device"])
 
     def _module(self, saved: Saved, live: Any) -> Any:
         state = saved["state"]

@@ -57,7 +57,7 @@ class VariableWriter:
     Args:
         guarded_ids: The `id` of each optimizer, module, parameter and buffer that the guard saves.
         large_data: Recognizes data that need not be saved.
-        only_small: Whether to leave out all large tensors and arrays.
+        only_small: Whether to save only the shapes of large tensors and arrays.
     """
 
     def __init__(
@@ -236,9 +236,11 @@ class VariableWriter:
     def _tensor(self, value: torch.Tensor, number: int) -> Saved:
         if self._large_data.is_unchanged(value):
             return {"kind": "unchanged"}
-        limit = SMALL_BYTES if self._only_small else _limit_of(value)
-        is_plain = value.layout is torch.strided and not value.is_meta
-        if not is_plain or value.nbytes > limit:
+        if value.layout is not torch.strided or value.is_meta:
+            return _omitted(value)
+        if self._only_small and value.nbytes > SMALL_BYTES:
+            return _placeholder(value, device=str(value.device))
+        if value.nbytes > _limit_of(value):
             return _omitted(value)
         return {
             "kind": "tensor",
@@ -254,7 +256,7 @@ class VariableWriter:
         if self._large_data.is_unchanged(value):
             return {"kind": "unchanged"}
         if self._only_small and value.nbytes > SMALL_BYTES:
-            return _omitted(value)
+            return _placeholder(value, device=None)
         return {"kind": "array", "id": number, "array": value.copy()}
 
     def _module(self, value: nn.Module, number: int | None) -> Saved:
@@ -310,6 +312,21 @@ def _is_saved(value: Any) -> bool:
 
 def _omitted(value: Any) -> Saved:
     return {"kind": "omitted", "class": class_name(type(value))}
+
+
+def _placeholder(value: Any, *, device: str | None) -> Saved:
+    """Return what is saved of a large tensor or array after a finished loop.
+
+    Args:
+        value: The tensor or array.
+        device: The device of a tensor. None for an array.
+    """
+    return {
+        "kind": "placeholder",
+        "shape": list(value.shape),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "device": device,
+    }
 
 
 def _is_key(key: Any) -> bool:

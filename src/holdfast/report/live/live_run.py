@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.live.run_state import RunState
 from holdfast.report.run_follower import News
@@ -23,6 +24,7 @@ class LiveRun(RunSnapshot):
         now: Unix time of the snapshot.
         newest: Unix time of the newest record.
         outlook: The progress of the run and the time left, in words.
+        speed: What the training loop spends its time on; see `Verdict.speed`.
         scalars: The newest value of each logged name; the most recently logged comes last.
         news: New records of each source since the previous snapshot.
     """
@@ -31,6 +33,7 @@ class LiveRun(RunSnapshot):
     now: float = 0.0
     newest: float | None = None
     outlook: str = ""
+    speed: tuple[SpeedFinding, ...] = ()
     scalars: tuple[Scalar, ...] = ()
     news: tuple[News, ...] = ()
 
@@ -43,6 +46,7 @@ class LiveRun(RunSnapshot):
             "command": self.command,
             "began": self.began,
             "outlook": self.outlook,
+            "speed": [asdict(finding) for finding in self.speed],
             "processes": [_process_as_json(process) for process in self.processes],
             "scalars": [scalar._asdict() for scalar in self.scalars],
             "verdict": None if self.verdict is None else self.verdict.as_json(),

@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.core.text import counted, duration, sanitise
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.report.live.live_run import LiveRun
 from holdfast.report.live.tables import (
     EVENT_COLUMNS,
@@ -143,6 +144,7 @@ def _head(view: _View) -> list[RenderableType]:
     lines.append(Text.assemble(state, f", {attempts}{_elapsed(run)}"))
     if run.outlook:
         lines.append(Text(run.outlook))
+    lines += [_speed_line(finding) for finding in run.speed]
     keys = f"showing {view.panel}; any key shows more, q quits" if view.panel else None
     return [
         Panel(
@@ -153,6 +155,13 @@ def _head(view: _View) -> list[RenderableType]:
             subtitle=keys,
         )
     ]
+
+
+def _speed_line(finding: SpeedFinding) -> Text:
+    """Return a finding about the speed with its fix; a plain statement needs no fix here."""
+    if not finding.is_problem:
+        return Text(f"speed: {finding.title} ({finding.cause})", style="dim")
+    return Text(f"slow: {finding.title} ({finding.cause}). {finding.fix}", style="yellow")
 
 
 def _elapsed(run: LiveRun) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
+from holdfast.explain.speed.reading import speed_of_attempt
+from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import (
@@ -44,6 +46,8 @@ from holdfast.report.verdicts import verdict_from, verdict_of
 
 # Maximum number of runs to show.
 _MAX_RUNS = 40
+# Interval between judgments of a run's speed, for which all events of the supervisor are read.
+_SPEED_SECONDS = 5.0
 # Name of the lock file in a supervisor's folder and in a guard's run directory.
 LOCK_FILE = "lock"
 
@@ -64,6 +68,9 @@ class Watched:
         # Problems with reading progress boards, keyed by process directory.
         self._board_problems: dict[str, str] = {}
         self._judged: Verdict | None = None
+        # What the running attempt spends its time on, and when to determine that again.
+        self._speed: tuple[SpeedFinding, ...] = ()
+        self._judge_speed_at = -math.inf
         # Monotonic times at which watching began and of the run's last sign of life.
         self._began_to_watch = clock.monotonic_seconds()
         self._last_sign_of_life = -math.inf
@@ -93,6 +100,7 @@ class Watched:
             supervised.get("supervisor_pid"), is_here=is_here
         )
         state = self._state(processes, supervisor_is_lost=supervisor_is_lost)
+        verdict = self._verdict(state, supervisor_is_lost=supervisor_is_lost)
         return LiveRun(
             path=self._run,
             start=supervised or _start_of_guard(sources),
@@ -102,8 +110,9 @@ class Watched:
             newest=self._recent.newest or None,
             processes=tuple(processes),
             events=tuple(self._recent.events),
-            verdict=self._verdict(state, supervisor_is_lost=supervisor_is_lost),
+            verdict=verdict,
             outlook="" if state == "ended" else self._outlook(),
+            speed=self._speed_of_run(state, verdict),
             news=tuple(news),
             guards=tuple(self._follower.guard_runs()),
             scalars=tuple(self._recent.scalars.values()),
@@ -227,6 +236,16 @@ class Watched:
         if state == "ended" and supervisor_is_lost and self._judged is None:
             self._judged = verdict_of(self._run, [])
         return self._judged
+
+    def _speed_of_run(self, state: RunState, verdict: Verdict | None) -> tuple[SpeedFinding, ...]:
+        """Return what the run spends its time on; once it has ended, what its verdict says."""
+        if state == "ended" and verdict is not None:
+            return verdict.speed
+        now = self._clock.monotonic_seconds()
+        if now >= self._judge_speed_at:
+            self._judge_speed_at = now + _SPEED_SECONDS
+            self._speed = speed_of_attempt(self._run, self._recent.attempt)
+        return self._speed
 
     def _outlook(self) -> str:
         loops = self._recent.loops

@@ -93,7 +93,11 @@ def _table(columns: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _facts(run: GatheredRun) -> dict[str, str]:
-    return {"verdict": _verdict(run), **key_figures(run), **_newest_numbers(run)}
+    facts = {"verdict": _verdict(run), **key_figures(run), **_newest_numbers(run)}
+    if run.verdict is not None and run.verdict.speed:
+        finding = run.verdict.speed[0]
+        facts["speed"] = f"{finding.title} ({finding.cause})"
+    return facts
 
 
 def _verdict(run: GatheredRun) -> str:

@@ -46,6 +46,7 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
         sure="" if run.verdict is None else how_sure(run.verdict),
         facts=key_figures(run),
         goodput=goodput(run),
+        speed=() if run.verdict is None else run.verdict.speed,
         colours=COLOURS,
         environment=environment(run),
     )

@@ -157,8 +157,7 @@ class _Hooks:
 
     def install_in_loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._as_wait)
-        # `__iter__` starts the worker processes, which may take a while.
-        _wrap(module.DataLoader, "__iter__", partial(self._as_interruption, ProcessPhase.DATA_WAIT))
+        _wrap(module.DataLoader, "__iter__", self._as_loader_start)
 
         def notice(_iterator: Any, loader: Any) -> None:
             if self._torch.is_grad_enabled() and self._is_training_thread():
@@ -179,6 +178,18 @@ class _Hooks:
 
         _wrap(module, "_worker_loop", make)
 
+    def _as_loader_start(self, original: Function) -> Function:
+        """Wrap a loader's `__iter__`, which starts the worker processes and may take a while."""
+        interruption = self._as_interruption(ProcessPhase.DATA_WAIT, original)
+        is_grad_enabled = self._torch.is_grad_enabled
+
+        def __iter__(loader: Any) -> Any:  # noqa: N807
+            if not is_grad_enabled() and self._is_training_thread():
+                self._tracker.phases.loader_without_gradients_begins()
+            return interruption(loader)
+
+        return __iter__
+
     def _as_wait(self, original: Function) -> Function:
         """Wrap a loader's `__next__` so that the progress board shows the wait for a batch."""
         tracker = self._tracker
@@ -192,7 +203,7 @@ class _Hooks:
                 return original(iterator)
             thread.is_waiting = True
             try:
-                tracker.wait_begins()
+                tracker.wait_begins(grad_enabled=is_grad_enabled())
                 batch = original(iterator)
                 tracker.wait_ends(None if is_grad_enabled() else ProcessPhase.EVALUATION)
             except StopIteration:
@@ -211,7 +222,13 @@ class _Hooks:
             if self._is_training_thread():
                 self._tracker.phases.evaluation_begins()
 
+        def notice_train(_result: Any, _module: Any, *mode: bool) -> None:
+            # Without an argument, the mode is True.
+            if all(mode) and self._is_training_thread():
+                self._tracker.phases.evaluation_ends()
+
         self._call_after(module.Module, "eval", notice)
+        self._call_after(module.Module, "train", notice_train)
 
     def install_in_serialization(self, module: Any) -> None:
         self.install_in_savers(("save",), module)

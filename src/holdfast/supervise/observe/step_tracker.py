@@ -18,11 +18,13 @@ from __future__ import annotations
 import sys
 from _thread import get_ident
 from collections.abc import Callable
+from time import monotonic_ns as _now
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import guarded
+from holdfast.supervise.observe.loop_clock import LoopClock
 from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 from holdfast.supervise.observe.optimizer_facts import only_creates_state, steps_before_this
 from holdfast.supervise.observe.step_writer import Step, StepWriter
@@ -44,6 +46,7 @@ _READ_PAUSE_NANOSECONDS = 2_000_000
 _MADE_MASK = 0xFFFFFFFF
 # Looking up an enum member is slow, so these are module constants.
 _DATA_WAIT = ProcessPhase.DATA_WAIT
+_EVALUATION = ProcessPhase.EVALUATION
 _OPTIMIZER = ProcessPhase.OPTIMIZER
 
 
@@ -106,6 +109,13 @@ class StepTracker:
         # The loss that a gradient scaler scaled most recently, and a weak reference to the scaled
         # loss.
         self._scaled_loss: tuple[Any, Any] | None = None
+        # The duration of the newest wait for a loader.
+        self._newest_wait = 0
+        # When the backward call and the optimizer step in progress began, and what the loop's clock
+        # had added up for backward calls when the optimizer step began.
+        self._backward_began_at = 0
+        self._optimizer_began_at = 0
+        self._backward_before_optimizer = 0
         # Whether an optimizer is stepping, and the phase before its step.
         self._in_optimizer = False
         self._phase_before_optimizer = ProcessPhase.STARTING
@@ -121,10 +131,19 @@ class StepTracker:
 
     # --- loader ---
 
-    def wait_begins(self) -> None:
-        """Called when the training loop requests a batch from a loader."""
+    def wait_begins(self, *, grad_enabled: bool = True) -> None:
+        """Called when the training loop requests a batch from a loader.
+
+        Args:
+            grad_enabled: Whether gradients are enabled. If not, the batch is for an evaluation.
+        """
         try:
             now = self.observer.board.enter(_DATA_WAIT)
+            clock = self.phases.clock
+            if not grad_enabled:
+                clock.begin_evaluation(now, has_end=False)
+            elif clock.evaluation_began_at and not clock.evaluation_has_end:
+                clock.end_evaluation(now)
             step = self._step
             step.wait_began_at = now
             step.began_at = step.began_at or now
@@ -138,9 +157,26 @@ class StepTracker:
             phase: The phase to show next; None for training.
         """
         try:
-            now = self.observer.board.enter(phase or self.phases.training)
+            board = self.observer.board
+            clock = self.phases.clock
+            evaluates = clock.evaluation_began_at != 0
+            if phase is None:
+                phase = _EVALUATION if evaluates else self.phases.training
+            now = board.enter(phase)
             step = self._step
-            step.waited += now - step.wait_began_at
+            waited = now - step.wait_began_at
+            self._newest_wait = waited
+            if evaluates:
+                board.count_wait_as_evaluation(waited)
+            else:
+                step.waited += waited
+                clock.waited += waited
+                if clock.starts_epoch:
+                    clock.waited_for_first_batches += waited
+            clock.starts_epoch = False
+            if phase is ProcessPhase.END_OF_EPOCH and not clock.evaluation_has_end:
+                # The loader of an evaluation without gradients is exhausted.
+                clock.end_evaluation(now)
         except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
 
@@ -148,6 +184,10 @@ class StepTracker:
     def loader_begins(self, loader: Any) -> None:
         """Called when the training loop starts to iterate over a loader."""
         self._writer.note_loader(loader)
+        clock = self.phases.clock
+        if not clock.evaluation_began_at:
+            clock.epochs += 1
+            clock.starts_epoch = True
 
     # --- backward ---
 
@@ -177,6 +217,9 @@ class StepTracker:
             if board.phase is not self.phases.training:
                 now = board.enter(self.phases.training)
                 step.began_at = step.began_at or now
+            self._backward_began_at = now = _now()
+            if self.phases.clock.evaluation_began_at:
+                self._end_evaluation(now)
             if self._scaled_loss is not None:
                 root = self._take_unscaled_loss(root)
             if root is not None and step.reads_values:
@@ -185,6 +228,20 @@ class StepTracker:
                 step.loss = self._read(root)
         except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self.observer.note_error(error)
+
+    def _end_evaluation(self, now: int) -> None:
+        """End the evaluation in progress, because a backward call shows that training continues.
+
+        If the script has not called `Module.train`, the newest wait was for a training batch.
+        """
+        clock = self.phases.clock
+        step = self._step
+        if step.wait_began_at <= clock.evaluation_began_at:
+            clock.end_evaluation(now)
+            return
+        clock.end_evaluation(step.wait_began_at)
+        step.waited += self._newest_wait
+        clock.waited += self._newest_wait
 
     def _take_unscaled_loss(self, root: Any) -> Any:
         """Return the loss before scaling, or None if backward was called on a different tensor.
@@ -212,6 +269,7 @@ class StepTracker:
         try:
             board = self.observer.board
             board.micro_step += 1
+            self.phases.clock.backward += _now() - self._backward_began_at
             if self._max_backwards_without_step is None:
                 self.observer.set_role("trainer")
                 self._max_backwards_without_step = (
@@ -258,6 +316,8 @@ class StepTracker:
             self._in_optimizer = True
             board = self.observer.board
             self._phase_before_optimizer = board.phase
+            self._optimizer_began_at = _now()
+            self._backward_before_optimizer = self.phases.clock.backward
             if board.steps_made > 0:
                 board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
@@ -271,6 +331,10 @@ class StepTracker:
             self._in_optimizer = False
             board = self.observer.board
             step = self._step
+            clock = self.phases.clock
+            # The closure of an optimizer calls backward, which has already been counted.
+            backward = clock.backward - self._backward_before_optimizer
+            clock.optimizer += _now() - self._optimizer_began_at - backward
             had_backward = board.micro_step != step.first_micro_step
             if not had_backward and self._skips_step_without_backward(board, optimizer):
                 return
@@ -323,6 +387,12 @@ class StepTracker:
         if board.steps_made == 1:
             self.phases.training = ProcessPhase.FORWARD_BACKWARD
         now = board.enter(self.phases.training)
+        clock = self.phases.clock
+        clock.steps += 1
+        if board.steps_made == 1:
+            self.phases.clock = LoopClock(now)
+        elif now >= clock.publish_at:
+            clock.publish(board, now)
         step.began_at = now
         step.first_micro_step = board.micro_step
         ended.number = board.step
@@ -331,6 +401,8 @@ class StepTracker:
             ended.seconds = (now - ended.began_at) / 1e9
         if now >= self._memory.next_read:
             ended.memory = self._memory.read(now)
+            if ended.memory.reserved:
+                self.phases.clock.uses_device = True
         self._writer.record(ended, optimizer)
         step.reads_values = board.steps_made < _STEPS_ALL_READ or now >= self._next_read
         if step.reads_values:

@@ -6,7 +6,10 @@ returns to the phase that was interrupted.
 
 from __future__ import annotations
 
+from time import monotonic_ns
+
 from holdfast.recorder.progress import ProcessPhase
+from holdfast.supervise.observe.loop_clock import LoopClock
 from holdfast.supervise.observe.observed_process import ObservedProcess, noted
 
 
@@ -19,18 +22,24 @@ class TrainingPhases:
         self.training = ProcessPhase.FIRST_STEP
         # The phases to return to after an interruption.
         self._before_interruption = ProcessPhase.STARTING
+        self._interrupted_at = 0
+        # What the loop spends its time on. It is replaced when the first step has ended.
+        self.clock = LoopClock()
         self._before_compiling = ProcessPhase.STARTING
 
     @noted
     def interruption_begins(self, phase: ProcessPhase) -> None:
         """Show `phase` on the board, because an interruption such as a save begins."""
         self._before_interruption = self.observer.board.phase
-        self.observer.board.enter(phase)
+        self._interrupted_at = self.observer.board.enter(phase)
 
     @noted
     def interruption_ends(self) -> None:
         """Show the phase that was interrupted again. Also called after an exception."""
-        self.observer.board.enter(self._before_interruption)
+        board = self.observer.board
+        phase = board.phase
+        now = board.enter(self._before_interruption)
+        self.clock.add_interruption(phase, now - self._interrupted_at)
 
     @noted
     def evaluation_begins(self) -> None:
@@ -41,7 +50,20 @@ class TrainingPhases:
         board = self.observer.board
         trains = board.phase in (ProcessPhase.FORWARD_BACKWARD, ProcessPhase.END_OF_EPOCH)
         if board.steps_made > 0 and trains:
-            board.enter(ProcessPhase.EVALUATION)
+            self.clock.begin_evaluation(board.enter(ProcessPhase.EVALUATION), has_end=True)
+
+    @noted
+    def loader_without_gradients_begins(self) -> None:
+        """Called when a loader is started while gradients are disabled, as in an evaluation."""
+        self.clock.begin_evaluation(monotonic_ns(), has_end=False)
+
+    @noted
+    def evaluation_ends(self) -> None:
+        """Called when a module is switched to train mode.
+
+        The board keeps its phase, because nothing shows whether training continues at once.
+        """
+        self.clock.end_evaluation(monotonic_ns())
 
     @noted
     def compile_begins(self) -> None:

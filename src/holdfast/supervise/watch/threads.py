@@ -1,4 +1,4 @@
-"""The supervisor's two threads that watch a running attempt: the watchdog and the memory trend.
+"""The supervisor's threads that watch a running attempt: watchdog, memory trend and resources.
 
 An error in one of the threads is recorded and ends only that thread. The threads report what they
 find, and ``launch.attempt`` acts on it.
@@ -26,11 +26,12 @@ _MAX_MESSAGE_LENGTH = 300
 
 @contextmanager
 def watching(watch: AttemptWatch) -> Iterator[None]:
-    """Context manager that detects hangs and leaks of an attempt in two background threads."""
+    """Context manager that detects hangs and leaks of an attempt, and measures what it uses."""
     stop = threading.Event()
     threads = [
         _start_thread("watchdog", watch_for_hangs, watch, stop),
         _start_thread("memory trend", watch_memory, watch, stop),
+        _start_thread("resource watch", watch_resources, watch, stop),
     ]
     try:
         yield
@@ -59,6 +60,18 @@ def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
     while not stop.wait(_TREND_SECONDS):
         trends.update()
     trends.finish()
+
+
+def watch_resources(watch: AttemptWatch, stop: threading.Event) -> None:
+    """Measure what the training processes use until `stop` is set."""
+    if stop.wait(_FIRST_SECONDS):
+        return
+    from holdfast.supervise.watch.resources import UPDATE_SECONDS, ResourceWatch
+
+    resources = ResourceWatch(watch.run_path, watch.attempt, watch.emit)
+    while not stop.wait(UPDATE_SECONDS):
+        resources.update()
+    resources.finish()
 
 
 def _start_thread(

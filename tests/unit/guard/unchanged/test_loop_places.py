@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import io
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 import pytest
@@ -238,7 +239,8 @@ def test_only_for_statements_are_resumable(
 
 def test_counters_of_wrappers() -> None:
     """A loop through `enumerate` and tqdm can continue in the middle; one through `zip` cannot."""
-    for wrapper, count in ((iter, 0), (enumerate, 1), (tqdm_and_enumerate, 1)):
+    wrappers = ((iter, 0), (enumerate, 1), (enumerate_of_tqdm, 1), (tqdm_of_enumerate, 1))
+    for wrapper, count in wrappers:
         batches = Batches(1)
         for _ in wrapper(batches):
             pass
@@ -250,8 +252,12 @@ def test_counters_of_wrappers() -> None:
         assert batches.counters is None
 
 
-def tqdm_and_enumerate(batches: Batches) -> Iterator[object]:
+def enumerate_of_tqdm(batches: Batches) -> Iterator[object]:
     return enumerate(tqdm(batches, disable=True))
+
+
+def tqdm_of_enumerate(batches: Batches) -> Iterable[object]:
+    return tqdm(enumerate(batches), file=io.StringIO())
 
 
 def test_enumerate_continues_at_a_later_number() -> None:
