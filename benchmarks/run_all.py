@@ -44,6 +44,7 @@ SCRIPTS = (
     "sigkill",
     "loader_faults",
     "save_kills",
+    "mirror_kills",
     "bit_flips",
     "hang_detection",
     "leak_lines",

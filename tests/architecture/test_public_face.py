@@ -151,6 +151,7 @@ def test_the_commands_and_their_flags() -> None:
             "--max-log-bytes",
             "--max-preemptions",
             "--max-restarts",
+            "--mirror",
             "--no-observe",
             "--no-watchdog",
             "--notify",

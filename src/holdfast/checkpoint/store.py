@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,8 +120,16 @@ class Store:
         used = [entry.save_id for entry in self.entries() + self.damaged()]
         return max(used, default=0) + 1
 
-    def begin(self, global_step: int, *, needed_bytes: int = 0) -> tuple[Path, int]:
+    def begin(
+        self, global_step: int, *, needed_bytes: int = 0, save_id: int | None = None
+    ) -> tuple[Path, int]:
         """Create an empty draft for a save, and return the draft's path and the save's number.
+
+        Args:
+            global_step: Number of optimizer steps in the state to save.
+            needed_bytes: Disk space that the checkpoint needs.
+            save_id: Number of the save. With None, it is larger than all existing numbers. A
+                checkpoint that is fetched from a mirror keeps its number.
 
         Raises:
             OSError: The disk has less free space than needed, or the folder cannot be created.
@@ -133,7 +141,8 @@ class Store:
                 f"No space left on device: the checkpoint needs {needed_bytes:,} bytes, but only"
                 f" {free:,} are free"
             )
-        save_id = self.next_save_id()
+        if save_id is None:
+            save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
         remove(draft)
         draft.mkdir(parents=True)
@@ -148,9 +157,21 @@ class Store:
             OSError: The disk is full or fails. In this case, the draft keeps its temporary name.
         """
         write_file(draft / FILE_NAME, manifest.to_bytes())
+        return Entry(
+            path=self.publish(draft),
+            save_id=manifest.save_id,
+            global_step=manifest.global_step,
+        )
+
+    def publish(self, draft: Path) -> Path:
+        """Rename a draft that contains its manifest to its final name, and return the new path.
+
+        Raises:
+            OSError: The disk fails, or a checkpoint of this name exists.
+        """
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
         rename_directory(draft, final)
-        return Entry(path=final, save_id=manifest.save_id, global_step=manifest.global_step)
+        return final
 
     def clean_up(self) -> None:
         """Remove the drafts left behind by killed saves.
@@ -161,7 +182,9 @@ class Store:
             if path.name.startswith(_TEMPORARY):
                 remove(path)
 
-    def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
+    def prune(
+        self, keep: int, *, known_good: Entry | None = None, in_use: Collection[Path] = ()
+    ) -> list[Path]:
         """Delete all but the newest checkpoints, but never delete the last good checkpoint.
 
         Args:
@@ -169,6 +192,7 @@ class Store:
                 verification.
             known_good: A checkpoint that has just been verified. With None, checkpoints are
                 verified, newest first, until a good one is found.
+            in_use: Checkpoints that another thread is reading. They are left for the next call.
 
         Returns:
             The paths of the deleted checkpoints.
@@ -191,6 +215,7 @@ class Store:
         if len(entries) >= keep:
             oldest_kept = entries[keep - 1].save_id
             surplus += [entry for entry in self.damaged() if entry.save_id < oldest_kept]
+        surplus = [entry for entry in surplus if entry.path not in in_use]
         for entry in surplus:
             _delete(entry)
         return [entry.path for entry in surplus]

@@ -48,6 +48,14 @@ _FIX_BY_FILE_SYSTEM = {
     ),
     "overlay": "it is deleted with the container; mount a volume there, or pass a --run-dir on one",
     "tmpfs": "it is in memory and lost on a reboot; pass a --run-dir on a disk",
+    # Google Drive in Colab, gcsfuse, mountpoint-s3, rclone and others. Some cannot rename a folder,
+    # which is how a checkpoint is committed, some upload a file only when it is closed or later,
+    # and locks hold on one machine only.
+    "fuse.": (
+        "locks do not keep other machines out, folders may not be renamed in one step, and files"
+        " may be uploaded later; use a --run-dir on a local disk, and copy to this folder with"
+        " Guard(mirror=) or `holdfast run --mirror`"
+    ),
 }
 
 
@@ -166,7 +174,8 @@ def disk_of_runs(run_dir: Path) -> list[CheckResult]:
         fix = "free some space, or checkpoints cannot be written"
     else:
         for beginning, advice in _FIX_BY_FILE_SYSTEM.items():
-            if file_system.startswith(beginning):
+            # The dot ends a type that has no subtype, such as "fuse" without the name of a program.
+            if f"{file_system}.".startswith(beginning):
                 fix = advice
     value = f"{size(free_bytes)} free, {sanitise(file_system)}, at {sanitise(folder)}"
     return [CheckResult(what="disk of runs", value=value, fix=fix)]

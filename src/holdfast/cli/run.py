@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from holdfast.checkpoint.mirror.location import open_location
 from holdfast.cli.output import failing_clearly
 from holdfast.cli.supervised import supervise
 from holdfast.core.errors import PolicyError
+from holdfast.core.secrets import SecretUrl
 from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.watch.limits import HangLimits
 
@@ -94,6 +96,18 @@ _Notify = Annotated[
         show_default=False,
     ),
 ]
+_Mirror = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help=(
+            "Copy the newest checkpoints there while the script trains, and resume from there on"
+            " another machine: s3://bucket/run, gs://..., or the path of another disk. The script"
+            " uses a Guard, or --resume."
+        ),
+        show_default=False,
+    ),
+]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
@@ -117,6 +131,7 @@ def run(
     requeue: _Requeue = False,
     resume: _Resume = False,
     notify: _Notify = None,
+    mirror: _Mirror = None,
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
@@ -135,6 +150,9 @@ def run(
                 fix="omit one of the two options.",
                 rule="H737",
             )
+        if mirror is not None:
+            # A wrong URL is reported here, and not by each attempt of the script.
+            open_location(SecretUrl(mirror))
     budgets = Budgets(
         max_restarts=max_restarts,
         max_preemptions=max_preemptions,
@@ -153,4 +171,5 @@ def run(
         requeue=requeue,
         resume=resume,
         notify=notify,
+        mirror=mirror,
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.standard_streams import write_to_stderr_within
-from holdfast.recorder.run_files import GUARD_FOLDER
+from holdfast.recorder.run_files import GUARD_FOLDER, PROCESSES_FOLDER
 from holdfast.supervise.launch.commands import CommandError, find_program
 from holdfast.supervise.launch.run_folder import choose_folder, is_complete
 from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
@@ -32,6 +32,10 @@ _CERTAIN = 0.9
 _PATIENCE_SECONDS = 5.0
 # The variable that sets `Policy.notify`.
 _NOTIFY_VARIABLE = "HOLDFAST_NOTIFY"
+_NOTHING_MIRRORED = (
+    "holdfast: nothing was copied to the mirror, because the command has no Guard; to save a script"
+    " that does not import holdfast, add --resume\n"
+)
 
 
 def run_if_called_plainly(words: list[str]) -> None:
@@ -67,6 +71,7 @@ def supervise(
     as_json: bool = False,
     resume: bool = False,
     notify: str | None = None,
+    mirror: str | None = None,
     **options: Any,
 ) -> NoReturn:
     """Run a command under supervision, print the outcome, and exit with the command's exit code.
@@ -80,6 +85,7 @@ def supervise(
             for each call with the same script.
         notify: Where to send messages about the run. If None, the variable HOLDFAST_NOTIFY decides.
             With the variable, a webhook's URL is not on a command line, which other users can read.
+        mirror: Where the script's guard copies its checkpoints, or None.
         options: Other fields of `RunOptions`.
     """
     try:
@@ -94,6 +100,7 @@ def supervise(
             is_run_path_shared=run_dir is not None,
             resume=resume,
             notify=_receiver_or_none(notify),
+            mirror=mirror,
             **options,
         )
         supervisor = Supervisor(run_options, quiet=quiet)
@@ -106,6 +113,8 @@ def supervise(
     if not quiet:
         supervisor.begin_line(_STDERR)
         _print_outcome(outcome, resume=resume)
+        if mirror is not None and options.get("observe", True) and not _had_a_guard(outcome):
+            write_to_stderr_within(_NOTHING_MIRRORED, _PATIENCE_SECONDS)
     if as_json:
         from holdfast.cli.output import print_json
 
@@ -172,6 +181,19 @@ def _print_outcome(outcome: RunOutcome, *, resume: bool) -> None:
     if not write_to_stderr_within(text, _PATIENCE_SECONDS):
         # Python flushes stderr again at exit, which must not fail or block either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
+
+
+def _had_a_guard(outcome: RunOutcome) -> bool:
+    """Return whether an observed process of the command has opened a guard."""
+    from holdfast.core.errors import RunDirectoryError
+    from holdfast.recorder.reader import read_events
+
+    for folder in (outcome.run_path / PROCESSES_FOLDER).glob("*"):
+        # A damaged recording tells nothing.
+        with contextlib.suppress(RunDirectoryError):
+            if any(event.kind == "guard_opened" for event in read_events(folder)):
+                return True
+    return False
 
 
 def _was_saved(outcome: RunOutcome) -> bool:

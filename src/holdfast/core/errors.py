@@ -7,6 +7,7 @@ hierarchy, with the built-in base class and the rule ids of each class:
     ├── PolicyError (ValueError)          H1xx  a setting or an argument is wrong
     ├── BatchError (ValueError)           H2xx  a batch, a loss or a split cannot be used in a step
     ├── RunDirectoryError                 H30x  the run directory cannot be used
+    │                                     H32x  its mirror cannot be used
     ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
     ├── OutOfMemoryError (MemoryError)    H4xx  out of memory, and no remedy is left that keeps the
     │                                           run's results as promised

@@ -18,7 +18,9 @@ search are in ``secret_words``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 # Every recognizable secret comes with at least one of these hints. Most command lines contain no
 # hint, so most processes need not import ``secret_words``, which takes a few milliseconds.
@@ -47,3 +49,37 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     from holdfast.core.secret_words import hide_in_words
 
     return hide_in_words(words, nested=False)
+
+
+# The user name and password at the beginning of a URL, as in ``sftp://user:password@host/run``.
+_USER_INFO = re.compile(r"(?<=://)[^/?#]*@")
+
+
+class SecretUrl(str):
+    """A URL that may contain credentials, which its `repr` does not show.
+
+    Settings are shown with ``repr`` in messages and recordings, so a URL of this type can be a
+    setting. Use `redacted` to show it in any other way.
+    """
+
+    __slots__ = ()
+
+    @property
+    def redacted(self) -> str:
+        """Return the URL with its credentials replaced by ``***``."""
+        (text,) = without_secrets([_USER_INFO.sub("***@", self)])
+        return text
+
+    def __repr__(self) -> str:
+        return repr(self.redacted)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
+        """Return how pydantic makes an instance from a setting: from any string but an empty one.
+
+        The module is imported here because only processes that validate settings need it.
+        """
+        from pydantic_core import core_schema
+
+        text = core_schema.str_schema(min_length=1)
+        return core_schema.no_info_after_validator_function(cls, text)

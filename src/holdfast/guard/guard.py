@@ -105,7 +105,7 @@ class Guard:
         PolicyError: H1xx for an invalid argument. With several ranks, also H108 or H115.
         RankError: H114 if another rank has failed.
         RunDirectoryError: H30x if the directory is locked, not writable, written by a newer version
-            of holdfast, or belongs to another model.
+            of holdfast, or belongs to another model. H32x if the mirror cannot be used.
         CheckpointError: H31x if no checkpoint can be verified, or if the newest one does not fit
             the objects passed here.
 
@@ -275,8 +275,14 @@ class Guard:
         return Recovery(self._session)
 
     def _resume(self) -> Path | None:
-        """Resume from the newest checkpoint, if there is one. `ScriptGuard` overrides this."""
-        return self._session.restoration.resume()
+        """Resume from the newest checkpoint, if there is one. `ScriptGuard` overrides this.
+
+        If the mirror has a newer checkpoint than the run directory, it is fetched first.
+        """
+        self._session.mirroring.start()
+        resumed_from = self._session.restoration.resume()
+        self._session.mirroring.offer_newest()
+        return resumed_from
 
     def _cursor_over(self, loader: Iterable[Any]) -> Cursor:
         """Return a cursor at the beginning of a loader. `HostedGuard` returns another type."""

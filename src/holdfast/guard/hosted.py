@@ -32,7 +32,12 @@ from holdfast.guard.run.steps import Steps
 from holdfast.guard.saving.unsaved import note_saved, note_unsaved
 
 # Policy fields for tasks that the framework does itself.
-_FIELDS_OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
+_FIELDS_OF_THE_HOST = (
+    "mirror",
+    "save_interval_steps",
+    "save_interval_minutes",
+    "scheduler_interval",
+)
 
 # The entries of the guard's state that are stored in a framework's checkpoint.
 _CARRIED_STATE = ("global_step", "counters", "ladder", "spikes", "loss_scale", "diagnosis")

@@ -111,6 +111,11 @@ _LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
         run_events.QuarantineFull,
         run_events.RecordingMovedAside,
         run_events.RollbackFailed,
+        run_events.MirrorPulled,
+        run_events.MirrorUnreachable,
+        run_events.MirrorReachable,
+        run_events.MirrorStopped,
+        run_events.MirrorBehind,
         process_events.ScalarsNotRecorded,
         process_events.MessageNotSent,
     }

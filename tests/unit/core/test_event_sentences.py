@@ -153,6 +153,22 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.SaveFailed(error=ERROR, checkpoint="step-40", seconds=2.0), ("step-40", "2.0 s", ERROR)),
     (run.SaveRefused(why="2 tensors hold NaN", kept="damaged-1"), ("2 tensors", "damaged-1")),
     (run.SavePostponed(why="spikes"), ("spikes",)),
+    (
+        run.CheckpointMirrored(
+            checkpoint="step-40", size_bytes=3 * MIB, seconds=2.5, removed=("step-10",)
+        ),
+        ("step-40", "3 MiB", "2.5 s", "step-10"),
+    ),
+    (
+        run.MirrorPulled(
+            mirror="s3://bucket/run", checkpoint="step-40", size_bytes=3 * MIB, seconds=2.5
+        ),
+        ("step-40", "s3://bucket/run", "3 MiB", "2.5 s"),
+    ),
+    (run.MirrorUnreachable(error=ERROR), (ERROR, "continues")),
+    (run.MirrorReachable(seconds=90.0), ("1 min 30 s",)),
+    (run.MirrorStopped(why="process 7 has taken over"), ("process 7",)),
+    (run.MirrorBehind(newest="step-40", mirrored="step-30"), ("step-40", "step-30")),
     (run.SavesSynchronous(why="no memory"), ("no memory",)),
     (run.DiskSpaceLow(free_bytes=5 * MIB, checkpoint_bytes=3 * MIB), ("5 MiB", "3 MiB")),
     (run.PruneFailed(error=ERROR), (ERROR,)),

@@ -61,6 +61,7 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "save_interval_minutes": (_NOT_HOURS, [None, 1, 0.25, np.float64(3.1)]),
     "mean_time_between_failures_hours": ([*_NOT_HOURS, None], [1, 0.25, np.float64(3.1)]),
     "keep_latest_k": ([*_NOT_A_COUNT, None], [1, 50]),
+    "mirror": ([1, True, "", ["s3://b"]], [None, "s3://bucket/run", "/mnt/disk/run"]),
     "scheduler_interval": (["steps", "batch", 1, True], ["step", "epoch", None]),
     "stop_signals": (
         ["SIGTERM", ("USR1",), ("SIGKILL",), (10,), None, {"SIGTERM"}],

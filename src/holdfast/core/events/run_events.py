@@ -721,6 +721,88 @@ class CheckpointInstead(EventData):
         return f"checkpoint {self.checkpoint} loaded instead of {self.of}"
 
 
+# --- the mirror -----------------------------------------------------------------------------------
+
+
+class CheckpointMirrored(EventData):
+    """A checkpoint was copied to the mirror, and its bytes there match its manifest.
+
+    `removed` lists the older copies that were deleted.
+    """
+
+    checkpoint: str
+    size_bytes: int
+    seconds: float
+    removed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{_checkpoint(self.checkpoint)} copied to the mirror"
+        text += f" ({size(self.size_bytes)} in {duration(self.seconds)})"
+        if self.removed:
+            text += f"; removed there: {listed(self.removed)}"
+        return text
+
+
+class MirrorPulled(EventData):
+    """A checkpoint was fetched from the mirror, because the run directory had an older one or none.
+
+    `mirror` is the URL of the mirror without credentials.
+    """
+
+    mirror: str
+    checkpoint: str
+    size_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{_checkpoint(self.checkpoint)} fetched from mirror {self.mirror}"
+            f" ({size(self.size_bytes)} in {duration(self.seconds)})"
+        )
+
+
+class MirrorUnreachable(Failed):
+    """The mirror could not be used. Training continues, and copying is tried again.
+
+    This is recorded once, until `MirrorReachable` follows.
+    """
+
+    summary: ClassVar[str] = (
+        "mirror cannot be used; training continues, and copying will be retried"
+    )
+
+
+class MirrorReachable(EventData):
+    """A checkpoint was copied to the mirror again, `seconds` after the first failure."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"mirror can be used again after {duration(self.seconds)}"
+
+
+class MirrorStopped(WithReason):
+    """This process no longer copies to the mirror, because another run owns it now."""
+
+    summary: ClassVar[str] = "nothing more is copied to the mirror"
+
+
+class MirrorBehind(EventData):
+    """The run ended before its newest checkpoint was copied to the mirror.
+
+    `mirrored` is the newest checkpoint that this process has copied, or None.
+    """
+
+    newest: str
+    mirrored: str | None = None
+
+    def __str__(self) -> str:
+        text = f"the run ended before {_checkpoint(self.newest)} was copied to the mirror"
+        if self.mirrored is not None:
+            text += f", which has {self.mirrored}"
+        return text
+
+
 # --- memory and splitting -------------------------------------------------------------------------
 
 

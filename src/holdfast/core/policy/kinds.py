@@ -20,7 +20,7 @@ from holdfast.core.errors import PolicyError, nearest
 from holdfast.core.policy.durations import is_time_limit
 from holdfast.core.policy.sources import SourcedValue, describe_sources
 from holdfast.core.secret_text import SecretText
-from holdfast.core.secrets import without_secrets
+from holdfast.core.secrets import SecretUrl, without_secrets
 from holdfast.core.text import sanitise
 
 
@@ -72,6 +72,7 @@ NotifyOrNone = Annotated[
     Annotated[str, Predicate(str.strip)] | None,
     "a URL such as https://ntfy.sh/TOPIC, a command, or None",
 ]
+UrlOrNone = Annotated[SecretUrl | None, "a URL such as s3://bucket/run, or None"]
 TimeLimit = Annotated[
     timedelta | str | None,
     Predicate(is_time_limit),

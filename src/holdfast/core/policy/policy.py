@@ -231,6 +231,12 @@ class Policy:
     keep_latest_k: kinds.Count = 3
     """The number of newest good checkpoints to keep; at least 1."""
 
+    mirror: kinds.UrlOrNone = None
+    """Where the ``keep_latest_k`` newest checkpoints are copied while training continues: the URL
+    of a folder that fsspec can reach, such as ``"s3://bucket/run"``, or the path of another disk. A
+    run that starts in an empty directory, or with an older checkpoint than the mirror, resumes from
+    the mirror. Each run needs a folder of its own. None: no copies."""
+
     scheduler_interval: kinds.StepEpochOrNone = "step"
     """When the learning-rate scheduler is stepped: after each optimizer ``"step"`` that moved the
     weights, after each ``"epoch"``, or never (None: you step it yourself)."""
@@ -401,6 +407,12 @@ CONTRADICTIONS = (
         ),
         because="no checkpoints are written",
         fix="pass save_interval_steps='auto' or a number, or omit save_interval_minutes.",
+    ),
+    Contradiction(
+        fields=("mirror", "save_interval_steps"),
+        applies=lambda policy: policy.mirror is not None and policy.save_interval_steps is None,
+        because="no checkpoints are written",
+        fix="pass save_interval_steps='auto' or a number, or omit mirror.",
     ),
     Contradiction(
         fields=("drop_nonfinite_samples", "provenance"),

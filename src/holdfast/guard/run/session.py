@@ -23,6 +23,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.core.secret_text import SecretText
+from holdfast.core.secrets import SecretUrl
 from holdfast.guard.context import RunContext
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.outside_requests import OutsideRequests
@@ -38,6 +39,7 @@ from holdfast.guard.saving.components import (
 )
 from holdfast.guard.saving.directory_check import DirectoryCheck
 from holdfast.guard.saving.end_report import EndReport
+from holdfast.guard.saving.mirroring import Mirroring
 from holdfast.guard.saving.reserves import Reserves
 from holdfast.guard.saving.save_results import SaveResults
 from holdfast.guard.saving.save_schedule import SaveSchedule, chooser_of
@@ -92,6 +94,13 @@ class Session:
         chooser = chooser_of(context.policy)
         self.saved_state = SavedState(context, directory, chooser)
         self._save_results = SaveResults(directory)
+        self.mirroring = Mirroring(
+            context.policy,
+            directory,
+            self._store,
+            context.record.emit,
+            is_enabled=context.ranks.rank == 0,
+        )
         self.saving = self._new_saving(context, chooser)
         self.requests = OutsideRequests(
             directory=directory,
@@ -145,7 +154,12 @@ class Session:
                 interval, chooser, record, self.clock, trains_on_cpu=cuda is None
             ),
             writer=SaveWriter(
-                self._store, record, self.clock, writers or Writers(), policy.keep_latest_k
+                self._store,
+                record,
+                self.clock,
+                writers or Writers(),
+                keep_latest_k=policy.keep_latest_k,
+                mirroring=self.mirroring,
             ),
             thread=thread,
             results=self._save_results,
@@ -194,9 +208,7 @@ class Session:
         for field in fields(self.policy):
             value = getattr(self.policy, field.name)
             if value != field.default:
-                # str() hides the content of a secret.
-                is_secret = isinstance(value, SecretText)
-                settings[f"policy.{field.name}"] = str(value) if is_secret else value
+                settings[f"policy.{field.name}"] = _without_secret(value)
         for name, optimizer in self.parts.optimizers.items():
             settings[name] = type(optimizer).__name__
         settings |= self.saved_state.settings.begun_with
@@ -288,6 +300,7 @@ class Session:
                     self.end_report.report_left_steps()
                 self._report_late_steps()
                 self.requests.close()
+                self.mirroring.finish()
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
@@ -536,3 +549,11 @@ class Session:
             let_through(error)
             self.snapshots.failed(step)
             self.record.emit(run_events.SnapshotFailed(error=describe_error(error)))
+
+
+def _without_secret(value: Any) -> Any:
+    """Return the value of a policy field as it is recorded."""
+    if isinstance(value, SecretUrl):
+        return value.redacted
+    # str() hides the content of a secret.
+    return str(value) if isinstance(value, SecretText) else value

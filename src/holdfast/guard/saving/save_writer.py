@@ -23,6 +23,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.core.events import run_events
 from holdfast.core.text import counted
 from holdfast.guard.record import RunRecord, describe_error
+from holdfast.guard.saving.mirroring import Mirroring
 
 # Disk space is low if fewer checkpoints than this fit. The next save needs space for one, because
 # it removes an old checkpoint only after it has written the new one. The second one is for whatever
@@ -72,10 +73,18 @@ class SaveWriter:
         clock: The source of time.
         writers: The ranks that write.
         keep_latest_k: The number of checkpoints to keep.
+        mirroring: Copies each new checkpoint to the mirror of the run, if it has one.
     """
 
     def __init__(
-        self, store: Store, record: RunRecord, clock: Clock, writers: Writers, keep_latest_k: int
+        self,
+        store: Store,
+        record: RunRecord,
+        clock: Clock,
+        writers: Writers,
+        *,
+        keep_latest_k: int,
+        mirroring: Mirroring,
     ) -> None:
         self._store = store
         self._record = record
@@ -84,6 +93,7 @@ class SaveWriter:
         self._keep_latest_k = keep_latest_k
         # Whether disk space was low after the last save.
         self._is_disk_low = False
+        self._mirroring = mirroring
 
     @property
     def are_several(self) -> bool:
@@ -115,6 +125,7 @@ class SaveWriter:
             self._check_disk(save.shot)
             return save
         removed = self._remove_old_checkpoints(entry)
+        self._mirroring.offer(entry)
         save.entry = entry
         save.cpu_seconds = time.thread_time() - cpu_started
         stall = self._end(save)
@@ -160,7 +171,9 @@ class SaveWriter:
         if self._writers.rank:
             return []
         try:
-            removed = self._store.prune(self._keep_latest_k, known_good=newest)
+            removed = self._store.prune(
+                self._keep_latest_k, known_good=newest, in_use=self._mirroring.in_use()
+            )
         except (OSError, HoldfastError) as error:
             # The new checkpoint is good, even if old ones could not be removed.
             event = run_events.PruneFailed(error=str(error))

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events.data import EventData
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.saving.mirroring import pull_before_opening
 from holdfast.guard.unchanged.bytecode import leaves_like_an_exhausted_loop
 from holdfast.guard.unchanged.gap_weights import GapWeights
 from holdfast.guard.unchanged.large_data import LargeData
@@ -152,6 +154,7 @@ class Script:
         if self._is_loaded:
             return
         self._is_loaded = True
+        pull_before_opening(self._run_dir, Policy(), self._emit)
         saved = load_saved_script(self._run_dir)
         if saved is not None:
             # The command may start other processes, for example one that evaluates. Only the one

@@ -67,9 +67,13 @@ class ScriptGuard(Guard):
         return _NoRecovery(self._session)
 
     def _resume(self) -> Path | None:
+        # `Script` has already fetched the newest checkpoint of the mirror, and has restored itself.
+        self._session.mirroring.start(may_pull=False)
         # The code between the finished loops has run again, so the script may already have changed
         # settings such as the learning rate. A comparison with the checkpoint would report them.
-        return self._session.restoration.resume(self._resume_step, reports_settings=False)
+        resumed_from = self._session.restoration.resume(self._resume_step, reports_settings=False)
+        self._session.mirroring.offer_newest()
+        return resumed_from
 
     @property
     def devices(self) -> list[torch.device]:

@@ -68,6 +68,7 @@ from holdfast.supervise.watch.limits import HangLimits
 
 if TYPE_CHECKING:
     from holdfast.supervise.launch.notifications import RunNotifications
+_MIRROR_VARIABLE = "HOLDFAST_MIRROR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class RunOptions:
         requeue: Whether to ask Slurm to requeue the job after the training script has stopped.
         resume: Whether to save and resume a training script that does not use holdfast.
         notify: Where to send messages about the run; see ``core.notify.receivers``. None: nowhere.
+        mirror: Where the script's guard copies its checkpoints, or None.
     """
 
     command: tuple[str, ...]
@@ -103,6 +105,8 @@ class RunOptions:
     requeue: bool = False
     resume: bool = False
     notify: str | None = None
+    # It may contain credentials.
+    mirror: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +157,9 @@ class Supervisor:
         open_missing_streams()
         self._options = options
         self._environment = dict(os.environ)
+        if options.mirror is not None:
+            # A guard reads its settings from such variables.
+            self._environment[_MIRROR_VARIABLE] = options.mirror
         # The Slurm job to requeue after a stop, or None.
         self._job = job_to_requeue(self._environment) if options.requeue else None
         self._history: list[PastAttempt] = []
