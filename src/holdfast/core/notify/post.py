@@ -40,9 +40,9 @@ _HANDLERS = (
 
 def main() -> int:
     """Post the message, and return the exit code."""
-    given = json.load(sys.stdin)
+    message = json.load(sys.stdin)
     request = urllib.request.Request(  # noqa: S310 - the caller checks the scheme
-        given["url"], data=given["body"].encode(), headers=given["headers"], method="POST"
+        message["url"], data=message["body"].encode(), headers=message["headers"], method="POST"
     )
     try:
         opener = urllib.request.OpenerDirector()

@@ -280,19 +280,24 @@ class ResourceWatch:
                 waits_running=self._waits_running,
             )
         )
-        if self._stacks is not None and self._stacks.samples:
-            stacks = self._stacks
-            place, count = (stacks.places.most_common(1) or [("", 0)])[0]
-            self._emit(
-                StacksSampled(
-                    attempt=self._attempt,
-                    pid=stacks.pid,
-                    samples=stacks.samples,
-                    in_python=stacks.in_python,
-                    place=place,
-                    at_place=count,
-                )
+        self._record_stacks()
+
+    def _record_stacks(self) -> None:
+        """Record where the sampled stacks of the training loop were, if any were sampled."""
+        stacks = self._stacks
+        if stacks is None or not stacks.samples:
+            return
+        place, count = (stacks.places.most_common(1) or [("", 0)])[0]
+        self._emit(
+            StacksSampled(
+                attempt=self._attempt,
+                pid=stacks.pid,
+                samples=stacks.samples,
+                in_python=stacks.in_python,
+                place=place,
+                at_place=count,
             )
+        )
 
     # --- stacks
 
