@@ -17,7 +17,7 @@ from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.ends import End
 from holdfast.explain.certainty import Certainty, lowered
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
-from holdfast.explain.observations import count_kernel_kills
+from holdfast.explain.observations import count_kernel_kills, log_shows_full_host_memory
 from holdfast.explain.signatures import WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Family, Signature
 
@@ -196,6 +196,28 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
     )
 
 
+def killed_with_full_host_memory(case: Case) -> Choice | None:
+    """If a process was killed and its log shows that host memory was nearly full, blame the kernel.
+
+    The log of DeepSpeed shows this. Its launcher says that it kills all processes, but not always
+    that one of them was killed before.
+    """
+    root = case.root
+    if root is not None and root.signature.id != endings.KILLED_UNCOUNTED:
+        return None
+    was_killed = root is not None or case.end.cause == endings.KILLED
+    launcher = next((each for each in case.cascades if each.signature.id == endings.LAUNCHER), None)
+    if not was_killed and launcher is None:
+        return None
+    if not log_shows_full_host_memory(case.evidence):
+        return None
+    return Choice(
+        signature=all_signatures()[endings.KILLED_UNCOUNTED],
+        certainty="likely",
+        candidate=root or launcher,
+    )
+
+
 def failure_in_a_statement(case: Case) -> Choice | None:
     """Choose the most likely root if it explains the end better than the exit status does.
 
@@ -272,6 +294,7 @@ RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
 RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     hung_or_was_stopped,
     killed_by_the_kernel_for_memory,
+    killed_with_full_host_memory,
     failure_in_a_statement,
     consequence_in_a_statement,
     signal_that_ended_it,

@@ -12,6 +12,7 @@ from holdfast.explain.causes.doubts import Doubt
 from holdfast.explain.causes.ends import End
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.evidence import Evidence, Frame, innermost_user_frame, is_user_code
+from holdfast.explain.signatures import endings
 from holdfast.explain.signatures.signature import Signature
 
 
@@ -78,6 +79,14 @@ class Judgement:
             if ending.step is not None:
                 return ending.step
         return None
+
+    @property
+    def never_had_a_finite_loss(self) -> bool:
+        """Return whether the cause is a loss that was not finite from the first step on."""
+        lost = self.evidence.lost
+        if self.signature.id != endings.LOSS_NOT_FINITE or lost is None:
+            return False
+        return lost.what == "loss" and lost.always
 
     @property
     def leak(self) -> Event | None:
