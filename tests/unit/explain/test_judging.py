@@ -50,7 +50,9 @@ def filled(log: str) -> str:
             log = log.replace(f"{{{name}}}", CASES["parts"][name])
 
     def repeated(match: re.Match[str]) -> str:
-        return "".join(f"{match[2].replace('#', str(number))}\n" for number in range(int(match[1])))
+        # An @ stands for a line break.
+        lines = match[2].replace("@", "\n")
+        return "".join(f"{lines.replace('#', str(number))}\n" for number in range(int(match[1])))
 
     return re.sub(r"\{(\d+) x ([^}]*)\}", repeated, log)
 
