@@ -239,11 +239,12 @@ def _reader_of(path: Path) -> tuple[Path, Callable[[], GatheredRun]]:
         RunDirectoryError: H731 if there is nothing to read, H733 if it cannot be read.
     """
     from holdfast.explain.records.finding import find_record
+    from holdfast.recorder.run_files import folder_of_first_host
     from holdfast.report.page.gathering import gather
     from holdfast.report.page.records import gather_record
     from holdfast.report.sources import check_run
 
-    record = find_record(path)
+    record = find_record(folder_of_first_host(path))
     if record is not None:
         return record.path.resolve(), partial(gather_record, record)
     run = check_run(path)

@@ -209,6 +209,17 @@ def test_which_loss_is_judged(
     assert chosen in verdict["summary"]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "where"),
+    [({"epoch": range(1, 31)}, "epoch 21"), ({"lr": [0.1] * 30}, "line 22 of metrics.csv")],
+)
+def test_lines_without_steps(tmp_path: Path, numbers: dict[str, Any], where: str) -> None:
+    """If a table has no steps, the first NaN is named by its epoch or its line."""
+    losses = [*falling(20), *[math.nan] * 10]
+    table = write_table(tmp_path / "metrics.csv", {**numbers, "loss": losses})
+    assert where in explained(table)["title"]
+
+
 def test_a_loss_that_may_have_fallen_unseen_is_not_blamed(tmp_path: Path) -> None:
     """A flat loss whose first tenth was not logged has perhaps fallen there."""
     early = write_table(tmp_path / "a.csv", {"step": range(10, 1010, 10), "loss": flat(100)})

@@ -83,23 +83,25 @@ def _add_rows(
 
     Args:
         names: The names of the columns.
-        step_column: The index of the column that numbers the rows. If it is None, they are counted.
+        step_column: The index of the column that numbers the rows. If it is None, the numbers of
+            the lines are used.
         rows: The rows below the names.
         record: Receives the numbers.
     """
-    count = 0
+    # The line of the first row, below the names.
+    line = 2
     step = 0
     # Working on the columns of many rows is several times as fast as working on each cell.
     while block := list(islice(rows, _ROWS_AT_ONCE)):
         columns = list(zip_longest(*block, fillvalue=""))[: len(names)]
-        steps: list[int] = list(range(count, count + len(block)))
+        steps: list[int] = list(range(line, line + len(block)))
         if step_column is not None and step_column < len(columns):
             # A row without a step belongs to the step before it.
             steps = list(accumulate(columns[step_column], _as_step, initial=step))[1:]
         for index, (name, cells) in enumerate(zip(names, columns, strict=False)):
             if index != step_column:
                 _add_column(name, steps, cells, record)
-        count += len(block)
+        line += len(block)
         step = steps[-1]
 
 

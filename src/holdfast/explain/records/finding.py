@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -161,6 +162,7 @@ def _records_below(directory: Path) -> Iterable[RecordFiles]:
 
 
 def _subdirectories(directory: Path) -> list[Path]:
-    return sorted(
-        child for child in directory.iterdir() if child.is_dir() and not child.is_symlink()
-    )
+    # Unlike `Path.iterdir`, `os.scandir` knows the types of the entries without asking for each one,
+    # which matters in a directory with a million samples.
+    with os.scandir(directory) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))

@@ -65,7 +65,7 @@ def judge_record(record: Record) -> Verdict:
     curve = judge_curve(record)
     cause = _cause(curve)
     signature = all_signatures()[cause]
-    sentence = _finding(curve)
+    sentence = _finding(curve, record.unit)
     fix = signature.fix
     if cause == endings.LOSS_NOT_FINITE:
         fix = FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE
@@ -79,7 +79,7 @@ def judge_record(record: Record) -> Verdict:
         fix=fix,
         certainty=_certainty(curve),
         evidence=tuple(_exhibits(record, curve)),
-        missing=tuple(_missing(record, curve)),
+        missing=tuple(_missing(record)),
         step=record.last_step if record.unit == "step" else None,
     )
 
@@ -178,9 +178,16 @@ def _certainty(curve: Curve) -> Certainty | None:
     return "likely" if curve.lost.rose is not None else "certain"
 
 
-def _finding(curve: Curve) -> str:
-    """Return what a curve shows, as a clause."""
-    return curve.lost.sentence() if curve.lost is not None else curve.learning.sentence()
+def _finding(curve: Curve, unit: str) -> str:
+    """Return what a curve shows, as a clause.
+
+    Args:
+        curve: The curve.
+        unit: What its steps count.
+    """
+    if curve.lost is None:
+        return curve.learning.sentence()
+    return curve.lost.sentence().replace(" step ", f" {unit} ")
 
 
 def _title(curve: Curve, sentence: str) -> str:
@@ -226,8 +233,6 @@ def _exhibits(record: Record, curve: Curve) -> Iterator[Exhibit]:
         yield Exhibit(text=words, source=f"{record.file}: {name}")
 
 
-def _missing(record: Record, curve: Curve) -> Iterator[str]:
+def _missing(record: Record) -> Iterator[str]:
     yield _HOW_IT_ENDED
     yield from record.missing
-    if curve.chosen is not None and record.unit == "epoch":
-        yield "the steps: the file numbers its lines by epochs, and so do the steps above"
