@@ -162,7 +162,7 @@ def _records_below(directory: Path) -> Iterable[RecordFiles]:
 
 
 def _subdirectories(directory: Path) -> list[Path]:
-    # Unlike `Path.iterdir`, `os.scandir` knows the types of the entries without asking for each one,
+    # `os.scandir` knows the types of the entries, whereas `Path.iterdir` asks for each one,
     # which matters in a directory with a million samples.
     with os.scandir(directory) as entries:
         return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
