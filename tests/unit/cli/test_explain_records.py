@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboardX import SummaryWriter
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.tensor_pb2 import TensorProto
 from tests.unit.report.made_runs import make_run
 from typer.testing import CliRunner, Result
 
@@ -119,6 +122,7 @@ def test_the_step_of_the_first_nan_is_named() -> None:
     assert "step 190" in explained(WANDB)["title"]
     lost = explained(TRAINER_LOST)
     assert "step 11" in lost["title"]
+    assert lost["evidence"][0]["source"] == "trainer_state.json: loss"
     assert "logging_nan_inf_filter" in lost["summary"]
 
 
@@ -144,6 +148,23 @@ def test_event_files_are_explained(tmp_path: Path) -> None:
         assert "step 30" in verdict["title"]
         assert "'Loss/train'" in verdict["summary"]
     assert refused("explain", folder / "histograms") == UNREADABLE
+
+
+@pytest.mark.parametrize("stored", ["float_val", "double_val", "tensor_content"])
+def test_scalars_that_are_stored_as_tensors_are_read(tmp_path: Path, stored: str) -> None:
+    """TensorFlow 2 and torch's `new_style` store a scalar as a tensor of one value."""
+    writer = SummaryWriter(str(tmp_path))
+    for step, loss in enumerate(falling(40)):
+        tensor = TensorProto(dtype="DT_DOUBLE" if stored == "double_val" else "DT_FLOAT")
+        if stored == "tensor_content":
+            tensor.tensor_content = struct.pack("<f", loss)
+        else:
+            getattr(tensor, stored).append(loss)
+        value = Summary.Value(tag="train/loss", tensor=tensor)
+        writer.file_writer.add_summary(Summary(value=[value]), step)
+    writer.close()
+    verdict = explained(tmp_path)
+    assert (verdict["cause"], verdict["step"]) == (FELL, 39)
 
 
 def test_a_file_that_is_being_written_is_read_up_to_its_end(tmp_path: Path) -> None:
