@@ -6,6 +6,7 @@ A record has curves, but no times, processes, events or settings. ``explain.reco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from holdfast.explain.records.finding import RecordFiles
 from holdfast.explain.records.judging import judge_curve, judge_record
@@ -57,7 +58,8 @@ def _curves(record: Record, problems: list[str]) -> dict[str, Curve]:
     for name in list(names)[:MAX_LOGGED]:
         curve = curve_of_points(record.series[name].points())
         if curve is not None:
-            curves[names[name]] = curve
+            # Epochs and lines do not fit on an axis of steps.
+            curves[names[name]] = replace(curve, own_scale=record.unit != "step")
     if len(names) > MAX_LOGGED:
         problems.append(f"only {MAX_LOGGED} of {len(names)} metrics are shown")
     return curves
