@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from holdfast.core.clock import Clock, SystemClock
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.events.event import Event
@@ -280,7 +280,13 @@ class Guard:
         If the mirror has a newer checkpoint than the run directory, it is fetched first.
         """
         self._session.mirroring.start()
-        resumed_from = self._session.restoration.resume()
+        try:
+            resumed_from = self._session.restoration.resume()
+        except HoldfastError as error:
+            misfit = self._session.mirroring.undo_pull(error)
+            if misfit is None:
+                raise
+            raise misfit from error
         self._session.mirroring.offer_newest()
         return resumed_from
 
