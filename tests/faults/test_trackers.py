@@ -7,12 +7,14 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from tests.faults.test_logged import logged
+from tests.faults.wandb_server import wandb_server
 
 from holdfast.supervise.launch.commands import make_observed_environment
 from holdfast.supervise.launch.wandb_id import wandb_variables
@@ -30,8 +32,10 @@ def train(tmp_path: Path, **request: Any) -> subprocess.CompletedProcess[str]:
     return supervise(tmp_path, sys.executable, str(PROGRAM), json.dumps(full))
 
 
-def supervise(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command under `holdfast run` with W&B in offline mode."""
+def supervise(
+    tmp_path: Path, *command: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    """Run a command under `holdfast run` with W&B in offline mode, unless variables say more."""
     options = ["--run-dir", str(tmp_path / "run"), "--restart-delay", "0.1", "--"]
     wandb = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     return subprocess.run(
@@ -41,7 +45,7 @@ def supervise(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **wandb},
+        env={**os.environ, **wandb, **variables},
     )
 
 
@@ -153,6 +157,49 @@ def test_a_script_without_a_guard_that_passes_its_step(tmp_path: Path) -> None:
     assert len(ids) == 2
     assert len(set(ids)) == 1
     assert history(tmp_path, "made_step") == list(range(1, 9))
+
+
+ONLINE = """
+import json, os, signal, time
+from pathlib import Path
+from urllib.request import urlopen
+import wandb
+
+run = wandb.init(project="tests")
+print("run", run.id, flush=True)
+state = Path("state.txt")
+start = int(state.read_text()) if state.exists() else 0
+for step in range(start + 1, 9):
+    run.log({"train/global_step": step})
+    if step == 4:
+        state.write_text("4")
+    if step == 5 and start == 0:
+        while json.load(urlopen(os.environ["WANDB_BASE_URL"]))[run.id] < 4:
+            time.sleep(0.01)
+    if step == 6 and start == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+run.finish()
+"""
+
+
+def test_an_online_run_of_which_the_server_has_not_received_all(tmp_path: Path) -> None:
+    """The real client sends rows now and then. Those that were lost are logged again.
+
+    The script logs as transformers' Trainer does, which passes its step among the values.
+    """
+    pytest.importorskip("wandb")
+    with wandb_server() as server:
+        often = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.5"}
+
+        ended = supervise(
+            tmp_path, sys.executable, "-c", ONLINE, variables={**server.variables, **often}
+        )
+
+        assert ended.returncode == 0, ended.stderr
+        (run_id,) = set(printed(tmp_path, "run"))
+        rows_of_server = [json.loads(row) for row in server.rows[run_id]]
+    assert [row["train/global_step"] for row in rows_of_server] == list(range(1, 9))
+    assert [row["_step"] for row in rows_of_server] == list(range(8))
 
 
 TWO_RUNS = """

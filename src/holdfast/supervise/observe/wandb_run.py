@@ -219,7 +219,9 @@ class WandbObserver:
                 self._history.note_restored()
         elif isinstance(data, run_events.StopRequested) and _is_by_scheduler(data):
             # A hanging W&B must not keep the Guard from saving a checkpoint.
-            threading.Thread(target=self._mark_preempting, daemon=True).start()
+            threading.Thread(
+                target=self._mark_preempting, name="holdfast-mark-preempting", daemon=True
+            ).start()
 
     def _mark_preempting(self) -> None:
         """Tell W&B that a scheduler stops the run, so that a sweep starts it again."""
