@@ -37,8 +37,14 @@ def quote(statement: Statement, role: str) -> Exhibit:
 
 
 def first_line(statement: Statement) -> str:
-    """Return the first line of a statement, preceded by the exception's class, cut if too long."""
-    return _first_lines(statement, 1)[0]
+    """Return the first line of a statement, preceded by the exception's class, cut if too long.
+
+    If the line announces the next one with a colon, both are returned as one.
+    """
+    first, *second = _first_lines(statement, 2)
+    if first.endswith(":") and second:
+        return f"{first} {second[0].strip()}"
+    return first
 
 
 def _first_lines(statement: Statement, most: int) -> list[str]:

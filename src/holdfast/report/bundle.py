@@ -16,7 +16,6 @@ from holdfast.core.text import moment
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.page.environment import environment
 from holdfast.report.page.gathered_run import GatheredRun, RecordedStacks
-from holdfast.report.verdicts import how_sure
 
 MAX_TOKENS = 4_000
 # Tokenizers split text into words, numbers and punctuation first. Most of them then split a number
@@ -154,10 +153,9 @@ def _lines_of_stacks(stacks: Iterable[RecordedStacks]) -> Iterable[str]:
 def _text(verdict: Verdict, sections: Iterable[Section]) -> str:
     """Return the sections as text. The first ones get the room that they need."""
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
-    certainty = how_sure(verdict)
     text = f"# {_without_secrets(title)} [{verdict.cause}, {verdict.family}]\n"
-    if certainty:
-        text += f"\n{certainty}\n"
+    if verdict.certainty is not None:
+        text += f"\nCause: {verdict.certainty}\n"
     for section in sections:
         room = MAX_TOKENS - estimated_tokens(text)
         text += _section_within(section, min(room, section.most_tokens))

@@ -421,7 +421,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
             **HANG,
             hang_kind="collective",
             signature="H1403",
-            confidence=0.9,
+            certainty="likely",
             blamed_pid=4712,
             blamed_role="trainer",
             frame="train.py:12 in step",

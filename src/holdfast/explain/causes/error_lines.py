@@ -12,6 +12,8 @@ from holdfast.explain.signatures.matching import best_kind, match_all
 
 # Patterns of words that mark a line as an error, from the most to the least certain.
 _WORDS_OF_ERRORS = (
+    # The class of an exception in the midst of other words, as in "RuntimeError appeared: ..."
+    re.compile(r"[A-Z]\w{2,60}(?:Error|Exception)(?: \w{1,20})?\s?:"),
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
         r" (?:code|#)|error[:=<])"
@@ -111,7 +113,7 @@ def _certainty(text: str, *, only_certain: bool) -> int | None:
     """
     if _NO_ERROR.search(text) or is_progress(text):
         return None
-    words_of_errors = _WORDS_OF_ERRORS[:1] if only_certain else _WORDS_OF_ERRORS
+    words_of_errors = _WORDS_OF_ERRORS[:2] if only_certain else _WORDS_OF_ERRORS
     for index, words in enumerate(words_of_errors):
         if words.search(text):
             return index

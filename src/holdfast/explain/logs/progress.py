@@ -34,6 +34,9 @@ _DONE = QuickPattern(
     r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
     r"\b(?:finished|completed?|done|ended well)\b"
+    r"|\b(?:finished|completed) (?:the )?(?:training|fine-?tuning|run)\b"
+    # Ultralytics and detectron2
+    r"|\b\d{1,7} epochs completed in \d|\bTotal training time: \d"
     r"|`Trainer\.fit` stopped: `max_|'train_runtime':"
     r"|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b"
 )

@@ -67,9 +67,16 @@ _ENDS_MESSAGE = re.compile(
     r'|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
     r"|\S+\.py:\d+: \w*Warning: |[\w/.-]{1,80}\.(?:cc|cu|h|cpp):\d+ "
     r"|terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
+    r"|\s*(?:ERROR|WARNING|CRITICAL):[\w.]+:"
     r"|(?:Killed|Terminated|Hangup)$|(?:Aborted|Segmentation fault|Bus error)\b"
 )
 _SYNTAX_ERROR = re.compile(r"(?:\w+\.)*(?:SyntaxError|IndentationError|TabError): ")
+# Exceptions whose message quotes another exception as Python code, as in ``TypeError("...")``.
+# Hydra raises them.
+_QUOTING_EXCEPTIONS = frozenset({"InstantiationException", "HydraException"})
+_QUOTED_EXCEPTION = re.compile(
+    r"^(\w{1,80}(?:Error|Exception))\((['\"])(.{1,4000}?)\2,?\)$", re.MULTILINE
+)
 _THREAD_OF_DUMP = re.compile(r"\s*(?:Current thread|Thread) 0x")
 _OTHER_LINE_OF_DUMP = re.compile(r"\s*(?:<no Python frame>|Extension modules:|\.\.\.|Garbage-coll)")
 _BUILTIN_EXCEPTIONS = {
@@ -109,6 +116,21 @@ class Raised:
         if len(causes) > _MAX_CAUSES:
             causes = causes[:half] + causes[-half:]
         self.causes = causes
+
+    def add_causes_in(self, message: Message) -> None:
+        """Add the exceptions that this exception's message reports."""
+        if message.nested is not None:
+            self.add_causes(message.nested)
+        match = _QUOTED_EXCEPTION.search(self.message)
+        if match is not None and self.exception in _QUOTING_EXCEPTIONS:
+            quoted = Raised(
+                exception=match[1],
+                message=match[3],
+                frames=self.frames,
+                number=self.number,
+                unix_seconds=self.unix_seconds,
+            )
+            self.add_causes(quoted)
 
     def from_the_root(self) -> list[Raised]:
         """Return this exception preceded by its causes, with the root cause first."""
@@ -360,8 +382,7 @@ class TracebackReader:
             number=line.number,
             unix_seconds=line.unix_seconds,
         )
-        if message.nested is not None:
-            raised.add_causes(message.nested)
+        raised.add_causes_in(message)
         return raised, message.next_index
 
     def _continues_line(self, index: int) -> bool:
