@@ -16,6 +16,8 @@ import pytest
 from tests.faults.test_logged import logged
 from tests.faults.wandb_server import wandb_server
 
+from holdfast.core.events.event import Event
+from holdfast.recorder.reader import read_events
 from holdfast.supervise.launch.commands import make_observed_environment
 from holdfast.supervise.launch.wandb_id import wandb_variables
 from holdfast.supervise.observe.wandb_file import last_position
@@ -53,6 +55,13 @@ def printed(tmp_path: Path, name: str) -> list[str]:
     """Return the IDs that all attempts have printed behind a name."""
     lines = (tmp_path / "run" / "output.log").read_text().splitlines()
     return [line.split()[1] for line in lines if line.startswith(f"{name} ")]
+
+
+def dropped(tmp_path: Path) -> list[Event]:
+    """Return the events that say that rows were dropped."""
+    processes = (tmp_path / "run" / "processes").iterdir()
+    events = [event for process in processes for event in read_events(process)]
+    return [event for event in events if event.kind == "repeated_rows_dropped"]
 
 
 def history(tmp_path: Path, name: str = "at") -> list[int]:
@@ -105,6 +114,8 @@ def test_a_killed_run_continues_under_its_id_and_has_each_step_once(tmp_path: Pa
     assert rolled_back.returncode == 0, rolled_back.stderr
 
     assert printed(tmp_path, "rolled_back") == ["8"]
+    # In the second attempt, and after the rollback.
+    assert len(dropped(tmp_path)) == 2
     ids = printed(tmp_path, "run")
     assert len(ids) == 3
     assert len(set(ids)) == 1

@@ -172,9 +172,7 @@ def test_a_plain_failure_is_named_with_its_place():
         ("", "ValueError", "user code", ": no such head. "),
     ],
 )
-def test_an_exception_that_no_signature_knows_is_its_own_verdict(
-    frames, exception, family, words
-):
+def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, exception, family, words):
     """Type and message, the user's innermost line, the raising library.
 
     A class where it, or the type, shows.

@@ -125,7 +125,9 @@ def test_only_a_scheduler_preempts_a_run(
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     errors: list[BaseException] = []
     monkeypatch.setattr(WandbObserver, "_wrap_init", lambda *_: None)
-    WandbObserver(ImportWatch(errors.append), tmp_path, "0-0", lambda: 0, errors.append)
+    WandbObserver(
+        ImportWatch(errors.append), tmp_path, "0-0", lambda: 0, lambda _: None, errors.append
+    )
 
     event = Event(kind=stop.kind, global_step=1, unix_seconds=1.0, data=stop.facts())
     run_files.announce_guard_event(stop, event)

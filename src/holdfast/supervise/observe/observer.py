@@ -107,7 +107,9 @@ class ProcessObserver:
         os.register_at_fork(after_in_child=self._after_fork)
         on_recording(self._on_guard)
         # This must come first: what W&B has already is not logged again, but it is recorded again.
-        WandbObserver(self.watch, self._run_path, self._attempt_key(), _find_rank, self.note_error)
+        WandbObserver(
+            self.watch, self._run_path, self._attempt_key(), _find_rank, self.emit, self.note_error
+        )
         logged_scalars.install(self.watch, self.note_error)
         self.watch.when_imported("torch", self._on_torch)
         for package in _ENVIRONMENT_PACKAGES:

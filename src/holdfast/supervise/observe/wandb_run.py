@@ -55,6 +55,7 @@ class WandbObserver:
         run_path: The run directory.
         attempt: Identifies this start of the training processes.
         find_rank: Returns the rank of this process, or None if it has none.
+        emit: Records an event.
         note_error: Records an error of holdfast, which must not reach the script.
     """
 
@@ -64,17 +65,21 @@ class WandbObserver:
         run_path: Path,
         attempt: str,
         find_rank: Callable[[], int | None],
+        emit: Callable[[EventData], None],
         note_error: Callable[[BaseException], None],
     ) -> None:
         self._run_path = run_path
         self._attempt = attempt
         self._find_rank = find_rank
+        self._emit = emit
         self._note_error = note_error
         # The ID that `holdfast run` has chosen. None if the user has chosen the run.
         self._id = os.environ.get(WANDB_VARIABLE)
         # The W&B run that continues in all attempts, and its history. None until it begins.
         self._run: Any = None
         self._history: RunHistory | None = None
+        # Whether a row has been dropped since the training state was last restored.
+        self._has_dropped = False
         # The run directory of the Guard that was opened last. The folds of a cross-validation log
         # the same steps, each with a Guard of its own.
         self._guard = ""
@@ -187,6 +192,7 @@ class WandbObserver:
         @wraps(original)
         def log(run: Any, *args: Any, **kwargs: Any) -> Any:
             if run is self._run and self._is_repeated(args, kwargs):
+                self._report_dropped(run)
                 return None
             return original(run, *args, **kwargs)
 
@@ -205,6 +211,14 @@ class WandbObserver:
             self._note_error(error)
         return False
 
+    def _report_dropped(self, run: Any) -> None:
+        if not self._has_dropped:
+            # Imported here because few processes log to W&B.
+            from holdfast.core.events.process_events import RepeatedRowsDropped
+
+            self._has_dropped = True
+            self._emit(RepeatedRowsDropped(run_id=str(run.id)))
+
     # --- what the Guard of the script does
 
     def _on_recording(self, path: Path) -> None:
@@ -214,14 +228,21 @@ class WandbObserver:
         # The Guard has imported this module already.
         from holdfast.core.events import run_events
 
-        if isinstance(data, (run_events.RolledBack, run_events.Resumed)):
-            if self._history is not None:
-                self._history.note_restored()
-        elif isinstance(data, run_events.StopRequested) and _is_by_scheduler(data):
-            # A hanging W&B must not keep the Guard from saving a checkpoint.
-            threading.Thread(
-                target=self._mark_preempting, name="holdfast-mark-preempting", daemon=True
-            ).start()
+        try:
+            if isinstance(data, (run_events.RolledBack, run_events.Resumed)):
+                self._note_restored()
+            elif isinstance(data, run_events.StopRequested) and _is_by_scheduler(data):
+                # A hanging W&B must not keep the Guard from saving a checkpoint.
+                threading.Thread(
+                    target=self._mark_preempting, name="holdfast-mark-preempting", daemon=True
+                ).start()
+        except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
+            self._note_error(error)
+
+    def _note_restored(self) -> None:
+        if self._history is not None:
+            self._history.note_restored()
+            self._has_dropped = False
 
     def _mark_preempting(self) -> None:
         """Tell W&B that a scheduler stops the run, so that a sweep starts it again."""
