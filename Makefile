@@ -62,7 +62,7 @@ $(TRACKERS)/installed: $(INSTALLED)
 	$(BIN)/python -m venv --clear --without-pip $(TRACKERS)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 		> "$$($(TRACKERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/others.pth"
-	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check -c constraints.txt \
+	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check \
 		wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0
 	@touch $@
 
