@@ -81,11 +81,14 @@ def test_another_run_begins_with_no_rows(tmp_path: Path) -> None:
 
 
 def test_steps_that_the_ring_does_not_hold_any_more_were_logged(tmp_path: Path) -> None:
-    """It holds the newest 8,192 rows."""
+    """It holds the newest 8,192 rows. Other values of these steps were not logged."""
     steps = range(1, 9001)
     assert log(resumed_at(tmp_path, 0), *steps) == list(steps)
 
-    assert log(resumed_at(tmp_path, 9001), *steps, 9001) == [9001]
+    again = resumed_at(tmp_path, 9001)
+
+    assert log(again, *steps, 9001) == [9001]
+    assert log(again, 5, accuracy=0.5) == [5]
 
 
 def test_the_steps_of_each_guard_are_its_own(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.files import make_folder, read_file
-from holdfast.recorder.ring import RingWriter, read_ring
+from holdfast.recorder.ring import Record, RingWriter, read_ring
 from holdfast.recorder.run_files import TRACKER_FOLDER, guarded, write_json
 from holdfast.supervise.observe.wandb_file import last_position
 
@@ -34,6 +34,8 @@ _CAPACITY = 8192
 # Instead of a position, a row of the ring contains this number when a session begins. Its step is
 # the position of the last row that W&B had received by then.
 _SESSION_BEGINS = -1
+# A position that is greater than that of any row.
+_END = 2**62
 # The values in which the loggers of transformers and Lightning pass the training step.
 _STEP_NAMES = ("train/global_step", "trainer/global_step")
 
@@ -84,16 +86,15 @@ class RunHistory:
             before = session
         received = _last_received(before, session, self._position)
         self._ring = RingWriter(self._file, payload_bytes=_ROW.size, capacity=_CAPACITY)
-        if received is not None:
-            self._append(_Row(_SESSION_BEGINS, received, 0))
+        self._append(_Row(_SESSION_BEGINS, received, 0))
         # The rows that were logged before the training state was last restored.
-        self._rows = _RestoredRows(_read_rows(self._file))
+        self._rows = _RestoredRows(self._file)
         write_json(folder / _SESSION_FILE, session._asdict())
 
     def note_restored(self) -> None:
         """Note that the state of an earlier step was restored, from which training continues."""
         with self._lock:
-            self._rows = _RestoredRows(_read_rows(self._file))
+            self._rows = _RestoredRows(self._file)
 
     def is_repeated(self, guard: str, data: Any, step: Any = None, commit: Any = None) -> bool:
         """Return whether W&B has this row already. Otherwise, remember that it is logged.
@@ -138,29 +139,32 @@ class _RestoredRows:
     """The rows that were logged before the training state was restored.
 
     Args:
-        rows: The newest rows, at most as many as the ring holds.
+        file: The ring of rows.
     """
 
-    def __init__(self, rows: list[_Row]) -> None:
+    def __init__(self, file: Path) -> None:
+        records: list[Record] = []
+        # If the file is damaged, the writer moves it aside.
+        with suppress(RunDirectoryError):
+            records = read_ring(file)
+        rows = _received_rows(records)
         self._rows = {(row.step, row.series) for row in rows}
-        # Rows of earlier steps may have been overwritten in the ring.
-        self._first_step = 0
-        if len(rows) >= _CAPACITY - 1:
-            self._first_step = min(row.step for row in rows)
+        # The first step of each series in the ring, if older rows have been overwritten. Earlier
+        # steps of these series were logged, too.
+        self._first_steps: dict[int, int] = {}
+        if records and records[0].sequence > 1:
+            for row in reversed(rows):
+                self._first_steps[row.series] = row.step
 
     def contain(self, step: int, series: int) -> bool:
         """Return whether a row of a series was logged at a training step."""
-        return step < self._first_step or (step, series) in self._rows
+        return step < self._first_steps.get(series, 0) or (step, series) in self._rows
 
 
-def _read_rows(file: Path) -> list[_Row]:
+def _received_rows(records: list[Record]) -> list[_Row]:
     """Return the rows that W&B has received, or will receive from this process."""
     received: list[_Row] = []
     session: list[_Row] = []
-    records = []
-    # If the file is damaged, the writer starts a new one.
-    with suppress(RunDirectoryError):
-        records = read_ring(file)
     for record in records:
         row = _Row._make(_ROW.unpack(record.payload))
         if row.position == _SESSION_BEGINS:
@@ -176,10 +180,10 @@ def _up_to(position: int, rows: Iterable[_Row]) -> list[_Row]:
     return [row for row in rows if row.position <= position]
 
 
-def _last_received(before: _Session, now: _Session, starting_position: int) -> int | None:
+def _last_received(before: _Session, now: _Session, starting_position: int) -> int:
     """Return the position of the last row that W&B has received from the previous session.
 
-    Return None if the position is unknown. Then, all rows count as received.
+    If it is unknown, return `_END`, because a gap is better than a curve that goes back.
 
     Args:
         before: The previous session.
@@ -188,11 +192,12 @@ def _last_received(before: _Session, now: _Session, starting_position: int) -> i
     """
     if now.file is None and before.file is None:
         return starting_position - 1
+    position = None
     # The user may have deleted the file, or W&B may write another format.
     with suppress(Exception):
         if before.file is not None:
-            return last_position(Path(before.file))
-    return None
+            position = last_position(Path(before.file))
+    return _END if position is None else position
 
 
 def _file_of(run: Any) -> str:
