@@ -165,7 +165,7 @@ def test_a_plain_failure_is_named_with_its_place():
             "    x\n",
             "RuntimeError",
             "shape or type",
-            ": no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py). ",
+            ": no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py).",
         ),
         (USER, "ValueError", "user code", ": no such head, at /home/me/train.py:9 in step. "),
         ("", "RuntimeError", "unknown", ": no such head. "),

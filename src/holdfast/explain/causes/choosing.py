@@ -28,6 +28,8 @@ _UNEXPLAINED_ENDS = frozenset(
 )
 # Causes that blame the kernel without evidence from its out-of-memory kill counter.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
+# Causes for which the kernel or the scheduler says that it killed a process for its memory.
+_LOGGED_KILLS = frozenset({endings.OUT_OF_MEMORY_KILL, endings.MEMORY_LIMIT})
 # Families of failures that may lead to a signal that ends the process.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
@@ -196,6 +198,33 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
     )
 
 
+def killed_by_the_kernel_in_the_log(case: Case) -> Choice | None:
+    """If the kernel or the scheduler logged an out-of-memory kill, choose it.
+
+    An error before it, such as a CUDA out-of-memory error, was survived.
+    """
+    for root in case.roots:
+        if root.signature.id in _LOGGED_KILLS and root.tier <= Tier.NOT_CONTINUED:
+            return Choice(signature=root.signature, certainty=root.certainty, candidate=root)
+    return None
+
+
+def failed_before_the_time_limit(case: Case) -> Choice | None:
+    """If an exception ended a process before the scheduler ended the job, choose the exception.
+
+    The other processes of the job have then waited for the one that failed.
+    """
+    if case.root is None or case.root.signature.id != endings.SCHEDULER:
+        return None
+    for root in case.roots:
+        is_earlier = root.statement.position < case.root.statement.position
+        is_failure = root.statement.kind == "exception" and root.tier <= Tier.NOT_CONTINUED
+        if is_failure and is_earlier:
+            certainty = lowered(root.certainty)
+            return Choice(signature=root.signature, certainty=certainty, candidate=root)
+    return None
+
+
 def killed_with_full_host_memory(case: Case) -> Choice | None:
     """If a process was killed and its log shows that host memory was nearly full, blame the kernel.
 
@@ -294,6 +323,8 @@ RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
 RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     hung_or_was_stopped,
     killed_by_the_kernel_for_memory,
+    killed_by_the_kernel_in_the_log,
+    failed_before_the_time_limit,
     killed_with_full_host_memory,
     failure_in_a_statement,
     consequence_in_a_statement,

@@ -45,7 +45,8 @@ _WORDS_OF_ERRORS = (
 _NO_ERROR = re.compile(
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
     r" _]rate\b|^\s*\{"
-    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b|^srun: error: .{1,200}: Exited with exit code",
+    r"|\bLmod\b|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b"
+    r"|^srun: error: .{1,200}: Exited with exit code",
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")

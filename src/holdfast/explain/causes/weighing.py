@@ -250,11 +250,18 @@ def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
 
 def _first_original(chain: Sequence[Statement]) -> int | None:
-    """Return the index of the first exception that does not merely repeat another one, or None."""
+    """Return the index of the first exception that does not merely repeat another one, or None.
+
+    An exception that a script raised on purpose while it handled another one counts as the first,
+    because its message was written for this case.
+    """
+    first = None
     for index, statement in enumerate(chain):
-        if statement.exception not in _REPETITIONS:
-            return index
-    return None
+        if statement.exception in _REPETITIONS:
+            continue
+        if first is None or statement.replaces_cause:
+            first = index
+    return first
 
 
 # --- Failures without a signature -----------------------------------------------------------------

@@ -47,7 +47,7 @@ ABOUT_CAUGHT_EXCEPTION = re.compile(
     # If the thread that pins memory fails, the main thread raises an error.
     r"|Exception in thread (?!.{0,80}_pin_memory_loop)"
 )
-_WARNING = re.compile(r"(?:\S{1,300}:\d+: )?(?:[\w.]*\.)?(\w*Warning): ")
+_WARNING = re.compile(r"(?:\S{1,300}:\d+: |[\w-]{1,30}: )?(?:[\w.]*\.)?(\w*Warning): ")
 _RETRY = re.compile(
     r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE
 )
@@ -335,6 +335,7 @@ class _ProcessReader:
                 rank=self._lines[first].rank,
                 fatal=fate.fatal,
                 cause=exception is not raised,
+                replaces_cause=_was_raised_on_purpose(exception),
                 logged=fate.logged,
                 overtaken=fate.overtaken,
                 last=fate.last,
@@ -419,6 +420,13 @@ def _is_warning(line: CleanLine) -> bool:
     if line.level in _NOT_FATAL_LEVELS and not _ASKED_TO_END.search(line.text):
         return True
     return _WARNING.match(line.text) is not None
+
+
+def _was_raised_on_purpose(raised: Raised) -> bool:
+    """Return whether a script raised an exception by itself while it handled another one."""
+    if not raised.while_handling or not raised.message or not raised.frames:
+        return False
+    return raised.frames[-1].code.startswith("raise ")
 
 
 def _first_failure(rows: Sequence[str]) -> list[Ending]:

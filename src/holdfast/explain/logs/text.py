@@ -147,7 +147,7 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     been caught.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
-    if _ends_with_an_evaluation(newest):
+    if _ends_with_an_evaluation(newest) or _ends_with_the_time_of_detectron2(newest):
         return True
     for index in reversed(range(len(newest))):
         text = newest[index]
@@ -170,6 +170,16 @@ def _ends_with_an_evaluation(newest: Sequence[str]) -> bool:
     evaluation = _EVALUATION_OF_NANOGPT.fullmatch(newest[-2].strip())
     step = _STEP_OF_NANOGPT.match(newest[-1].strip())
     return evaluation is not None and step is not None and evaluation[1] == step[1]
+
+
+def _ends_with_the_time_of_detectron2(newest: Sequence[str]) -> bool:
+    """Return whether detectron2 reports the time of the training, and no error before that.
+
+    It reports the time after a failure too.
+    """
+    if any(HEADER.search(text) or "ERROR" in text or "Error" in text for text in newest):
+        return False
+    return any("d2.engine.hooks" in text and "Total training time: " in text for text in newest)
 
 
 def _last_line(lines: Sequence[CleanLine]) -> str:

@@ -103,6 +103,8 @@ class Raised:
     causes: list[Raised] = field(default_factory=list)
     # The Unix time in the log line that contains the class name, or None if the line has no time.
     unix_seconds: float | None = None
+    # Whether it was raised while the newest of `causes` was being handled, and not from it.
+    while_handling: bool = False
 
     def add_causes(self, other: Raised) -> None:
         """Put another exception and its causes before the existing causes of this exception.
@@ -164,7 +166,8 @@ def split_exception(text: str) -> tuple[str, str] | None:
 def _is_exception_name(dotted_name: str, *, has_message: bool) -> bool:
     """Return whether a dotted name looks like the name of an exception class."""
     module, _, name = dotted_name.rpartition(".")
-    if name.endswith("Warning"):
+    if name.endswith("Warning") or name.startswith("nccl"):
+        # NCCL's own errors, such as ncclSystemError, are lines of a message.
         return False
     if _EXCEPTION_NAME.search(name) or name in _BUILTIN_EXCEPTIONS:
         return True
@@ -197,17 +200,21 @@ class TracebackReader:
             `Raised.causes`.
         """
         newest: Raised | None = None
+        while_handling = False
         self._depth += 1
         while True:
             raised, next_index = self._read_one(start)
             if raised is not None:
                 if newest is not None:
                     raised.add_causes(newest)
+                    raised.while_handling = while_handling
                 newest = raised
             linked = self._linked_traceback(next_index)
             if linked is None:
                 self._depth -= 1
                 return newest, next_index
+            between = self._text[next_index:linked]
+            while_handling = any("During handling" in text for text in between)
             start = linked
 
     def about_to_raise(self, start: int) -> Raised | None:
