@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.secret_words import HIDDEN, SECRET_OPTION, hide_in_words
-from holdfast.core.text import moment
+from holdfast.core.text import counted, moment
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.page.environment import environment
 from holdfast.report.page.gathered_run import GatheredRun, RecordedStacks
@@ -166,8 +166,9 @@ def _section_within(section: Section, most_tokens: int) -> str:
     """Return a section, without the lines for which there is no room. Empty if it has none."""
     content = _without_secrets("\n".join(section.lines)).strip("\n")
     lines = [_shortened(line.rstrip()) for line in content.splitlines()]
-    fence = "```\n" if section.is_quoted else ""
-    frame = f"\n## {section.title}\n\n{fence}(000,000 lines are left out)\n{fence}"
+    # The quoted text may contain fences of its own, which are shorter.
+    fence = "~~~~~~\n" if section.is_quoted else ""
+    frame = f"\n## {section.title}\n\n{fence}(000,000 lines left out)\n{fence}"
     room = most_tokens - estimated_tokens(frame)
     kept: list[str] = []
     for line in reversed(lines) if section.keeps_end else lines:
@@ -178,7 +179,7 @@ def _section_within(section: Section, most_tokens: int) -> str:
     if not kept:
         return ""
     left_out = len(lines) - len(kept)
-    note = [f"({left_out:,} lines are left out)"] if left_out else []
+    note = [f"({counted(left_out, 'line')} left out)"] if left_out else []
     shown = [*note, *reversed(kept)] if section.keeps_end else [*kept, *note]
     return f"\n## {section.title}\n\n{fence}" + "\n".join(shown) + f"\n{fence}"
 
