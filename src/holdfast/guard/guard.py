@@ -62,6 +62,7 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.memory.oom import find_out_of_memory, naming_lack_of_memory
+from holdfast.recorder.run_files import announce_guard_event
 from holdfast.recorder.scalars import check_scalars
 
 # The newest guard of each run directory in this process.
@@ -187,6 +188,8 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
+        # The observer of `holdfast run` must know of rollbacks and stops.
+        self._record.listen(announce_guard_event)
         if ranks.rank == 0:
             # The other ranks would send the same messages.
             notifications_for(self.policy, self._directory.path.name, self._record, clock)
