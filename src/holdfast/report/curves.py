@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.explain.records.series import Point
+from holdfast.explain.records.series import SeriesPoint
 from holdfast.recorder.history import NAMES, Rows, merge_rows, rows_of
 from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
@@ -188,7 +188,7 @@ def curves_of_scalars(
     return curves
 
 
-def curve_of_points(points: Sequence[Point], most: int = MAX_POINTS) -> Curve | None:
+def curve_of_points(points: Sequence[SeriesPoint], most: int = MAX_POINTS) -> Curve | None:
     """Return the curve of a metric that another tool recorded, or None if it has no values.
 
     Args:

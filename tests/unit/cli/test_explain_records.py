@@ -210,13 +210,15 @@ def test_a_directory_of_several_records_needs_a_name(tmp_path: Path) -> None:
         ({"val_loss": flat(100)}, NOT_JUDGED, "'val_loss'"),
         ({"accuracy": falling(100)}, NOT_JUDGED, ""),
         ({"loss": falling(9)}, NOT_JUDGED, "'loss'"),
+        ({"loss": [*falling(60), math.nan]}, NOT_JUDGED, "'loss'"),
         # A loss that is exactly 0 at once: older Trainers write this for NaN.
         ({"loss": [*falling(50), *[0.0] * 50]}, NOT_JUDGED, "'loss'"),
         ({"g_loss": flat(100), "d_loss": flat(100)}, NOT_JUDGED, "_loss'"),
         ({"loss": flat(100), "reward": falling(100)}, NOT_JUDGED, "'loss'"),
         ({"loss": flat(100), "rewards/chosen": falling(100)}, NOT_LEARNED, "'loss'"),
-        # Without losses that are not finite, a GAN is not judged; with them, it is lost.
-        ({"g_loss": [*flat(50), *[math.nan] * 9], "d_loss": flat(59)}, NOT_JUDGED, "'d_loss'"),
+        # A GAN is not judged, but if one of its losses is not finite any more, it is lost.
+        ({"g_loss": [*flat(50), *[math.nan] * 9], "d_loss": flat(59)}, LOST, "'g_loss'"),
+        ({"g_loss": [math.nan] * 59, "d_loss": flat(59)}, NOT_JUDGED, "'d_loss'"),
         ({"loss_G": [*flat(50), *[math.inf] * 9]}, LOST, "'loss_G'"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.text import counted
 from holdfast.explain.certainty import Certainty
@@ -44,7 +44,7 @@ _MAX_NONFINITE_POINTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class JudgedLoss:
     """What the loss of a record shows.
 
     Attributes:
@@ -62,10 +62,10 @@ class Curve:
 
 def judge_record(record: Record) -> Verdict:
     """Return the verdict on the loss in a record."""
-    curve = judge_curve(record)
-    cause = _cause(curve)
+    judged = judge_loss(record)
+    cause = _cause(judged)
     signature = all_signatures()[cause]
-    sentence = _finding(curve, record.unit)
+    sentence = _finding(judged, record.unit)
     fix = signature.fix
     if cause == endings.LOSS_NOT_FINITE:
         fix = FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE
@@ -73,21 +73,23 @@ def judge_record(record: Record) -> Verdict:
         fix = ""
     return Verdict(
         cause=cause,
-        family="numerics" if _is_lost(curve) else "learning",
-        title=_title(curve, sentence),
-        summary=" ".join(_summary(record, curve, sentence)),
+        family="numerics" if _is_lost(judged) else "learning",
+        title=_title(judged, sentence),
+        summary=" ".join(_summary(record, judged, sentence)),
         fix=fix,
-        certainty=_certainty(curve),
-        evidence=tuple(_exhibits(record, curve)),
+        certainty=_certainty(judged),
+        evidence=tuple(_exhibits(record, judged)),
         missing=tuple(_missing(record)),
         step=record.last_step if record.unit == "step" else None,
     )
 
 
-def judge_curve(record: Record) -> Curve:
+def judge_loss(record: Record) -> JudgedLoss:
     """Return whether the loss of a record diverged or fell."""
     names = [name for name, series in record.series.items() if series.points()]
     chosen = choose_loss(names)
+    if chosen is not None:
+        chosen = _prefer_lost(record, chosen)
     norm = choose_norm(names)
     losses = _points(record.series[chosen.name]) if chosen is not None else []
     norms = _points(record.series[norm]) if norm is not None else []
@@ -102,7 +104,20 @@ def judge_curve(record: Record) -> Curve:
         learning = Learning(outcome="unclear", reason="no metric in the record is a loss")
     else:
         learning = _learning(record, chosen, losses)
-    return Curve(chosen=chosen, lost=lost, learning=learning, norm=norm or "")
+    return JudgedLoss(chosen=chosen, lost=lost, learning=learning, norm=norm or "")
+
+
+def _prefer_lost(record: Record, chosen: ChosenLoss) -> ChosenLoss:
+    """Return the chosen loss, or another one that could have been chosen if only that one diverged.
+
+    A loss that was never finite is not preferred: it may be one that the script does not use.
+    """
+    for name in (chosen.name, *chosen.others):
+        lost = find_lost(_points(record.series[name]))
+        if lost is not None and not lost.always:
+            others = [other for other in (chosen.name, *chosen.others) if other != name]
+            return replace(chosen, name=name, others=tuple(others))
+    return chosen
 
 
 def _points(series: Series) -> list[Point]:
@@ -122,10 +137,13 @@ def _learning(record: Record, chosen: ChosenLoss, losses: list[Point]) -> Learni
     zeros = _sudden_zeros(losses)
     if zeros:
         reason = (
-            f"its last {counted(zeros, 'value')} are exactly 0, which the Trainer also writes for"
-            " NaN"
+            f"the last {counted(zeros, 'value')} of the loss are exactly 0, which the Trainer of"
+            " transformers also writes for NaN"
         )
         return Learning(outcome="unclear", reason=reason)
+    if losses and not math.isfinite(losses[-1][1]):
+        # A single such value is no divergence: its batch may have been skipped.
+        return Learning(outcome="unclear", reason="the newest value of the loss is not finite")
     learning = learning_of([LossReading(step, loss) for step, loss in losses])
     if learning.outcome in ("fell", "unclear", "spiked"):
         return learning
@@ -138,7 +156,7 @@ def _learning(record: Record, chosen: ChosenLoss, losses: list[Point]) -> Learni
     first_step = losses[0][0]
     latest_begin = max(MIN_LOSSES, _MAX_SHARE_BEFORE_FIRST * losses[-1][0])
     if learning.outcome == "flat" and record.unit == "step" and first_step > latest_begin:
-        reason = f"it did not fall, but the losses before step {first_step:,} were not logged"
+        reason = f"the loss did not fall, but its values before step {first_step:,} were not logged"
         return Learning(outcome="unclear", reason=reason)
     return learning
 
@@ -154,52 +172,52 @@ def _sudden_zeros(losses: list[Point]) -> int:
 # --- Words ----------------------------------------------------------------------------------------
 
 
-def _is_lost(curve: Curve) -> bool:
-    return curve.lost is not None and curve.lost.exploded
+def _is_lost(judged: JudgedLoss) -> bool:
+    return judged.lost is not None and judged.lost.exploded
 
 
-def _cause(curve: Curve) -> str:
-    """Return the id of the signature for what a curve shows."""
-    lost = curve.lost
+def _cause(judged: JudgedLoss) -> str:
+    """Return the id of the signature for what a loss shows."""
+    lost = judged.lost
     if lost is not None and lost.exploded:
         always = lost.what == "loss" and lost.always
         return endings.LOSS_NOT_FINITE if always else endings.TRAINING_LOST
-    if lost is not None or curve.learning.outcome in ("flat", "spiked"):
+    if lost is not None or judged.learning.outcome in ("flat", "spiked"):
         return endings.NOT_LEARNED
-    if curve.learning.outcome == "fell":
+    if judged.learning.outcome == "fell":
         return endings.LOSS_FELL
     return endings.NOT_JUDGED
 
 
-def _certainty(curve: Curve) -> Certainty | None:
-    """Return how certain a divergence is. What else a curve shows was seen, not inferred."""
-    if not _is_lost(curve) or curve.lost is None:
+def _certainty(judged: JudgedLoss) -> Certainty | None:
+    """Return how certain a divergence is. What else a loss shows was seen, not inferred."""
+    if not _is_lost(judged) or judged.lost is None:
         return None
-    return "likely" if curve.lost.rose is not None else "certain"
+    return "likely" if judged.lost.rose is not None else "certain"
 
 
-def _finding(curve: Curve, unit: str) -> str:
-    """Return what a curve shows, as a clause.
+def _finding(judged: JudgedLoss, unit: str) -> str:
+    """Return what a loss shows, as a clause.
 
     Args:
-        curve: The curve.
+        judged: The loss.
         unit: What its steps count.
     """
-    if curve.lost is None:
-        return curve.learning.sentence()
-    return curve.lost.sentence().replace(" step ", f" {unit} ")
+    if judged.lost is None:
+        return judged.learning.sentence()
+    return judged.lost.sentence().replace(" step ", f" {unit} ")
 
 
-def _title(curve: Curve, sentence: str) -> str:
-    if _cause(curve) != endings.NOT_JUDGED:
+def _title(judged: JudgedLoss, sentence: str) -> str:
+    if _cause(judged) != endings.NOT_JUDGED:
         return sentence
-    if curve.learning.outcome == "rose":
+    if judged.learning.outcome == "rose":
         return f"{sentence}; learning was not judged"
     return f"learning was not judged: {sentence}"
 
 
-def _summary(record: Record, curve: Curve, sentence: str) -> Iterator[str]:
-    chosen = curve.chosen
+def _summary(record: Record, judged: JudgedLoss, sentence: str) -> Iterator[str]:
+    chosen = judged.chosen
     if chosen is not None:
         series = record.series[chosen.name]
         end = series.end()
@@ -209,22 +227,22 @@ def _summary(record: Record, curve: Curve, sentence: str) -> Iterator[str]:
         )
         if chosen.others:
             shown = ", ".join(repr(name) for name in chosen.others[:_MAX_OTHERS])
-            yield f"It was judged because no metric has a plain name; there is also {shown}."
+            yield f"It was judged because no loss has a plain name; there is also {shown}."
         elif not chosen.is_plain:
             yield "It was judged because it is the only metric that is named a loss."
     yield f"{sentence[:1].upper()}{sentence[1:]}."
-    if curve.learning.outcome == "rose" and curve.lost is None:
+    if judged.learning.outcome == "rose" and judged.lost is None:
         yield "A changing objective or a learning rate that is too high can cause this."
     yield from record.notes
-    if _is_lost(curve):
+    if _is_lost(judged):
         yield "What it saved since then is of no use."
 
 
-def _exhibits(record: Record, curve: Curve) -> Iterator[Exhibit]:
+def _exhibits(record: Record, judged: JudgedLoss) -> Iterator[Exhibit]:
     """Yield the values of the loss and, if they say how the training diverged, of the gradients."""
-    names = [curve.chosen.name] if curve.chosen is not None else []
-    if curve.lost is not None and curve.lost.what == "gradients":
-        names = [curve.norm, *names]
+    names = [judged.chosen.name] if judged.chosen is not None else []
+    if judged.lost is not None and judged.lost.what == "gradients":
+        names = [judged.norm, *names]
     for name in names:
         series = record.series[name]
         words = f"newest value {series.end().last:.6g}"

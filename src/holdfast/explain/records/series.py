@@ -15,7 +15,7 @@ _MAX_POINTS = 8192
 _VALUES_AT_ONCE = 4096
 
 
-class Point(NamedTuple):
+class SeriesPoint(NamedTuple):
     """Consecutive values of a series: a single one, or more if the series is long.
 
     Attributes:
@@ -62,7 +62,7 @@ class Series:
     """
 
     def __init__(self) -> None:
-        self._points: list[Point] = []
+        self._points: list[SeriesPoint] = []
         self._values_per_point = 1
         # How the points end. Only `end` brings it up to date.
         self._end = SeriesEnd(size=0, last_step=0, last=math.nan)
@@ -77,7 +77,7 @@ class Series:
         if len(self._new_values) >= max(_VALUES_AT_ONCE, self._values_per_point):
             self._make_points()
 
-    def points(self) -> Sequence[Point]:
+    def points(self) -> Sequence[SeriesPoint]:
         """Return the points of this series, oldest first."""
         self._make_points()
         return self._points
@@ -146,20 +146,20 @@ def _end_with(end: SeriesEnd, steps: Sequence[float], values: Sequence[float]) -
     )
 
 
-def _point_of(step: int, values: Sequence[float]) -> Point:
+def _point_of(step: int, values: Sequence[float]) -> SeriesPoint:
     """Return the point for consecutive values, the first of which was logged at `step`."""
     finite = [value for value in values if math.isfinite(value)]
     odd = len(values) - len(finite)
     if not finite:
-        return Point(step, low=math.inf, mean=0.0, high=-math.inf, finite=0, odd=odd)
+        return SeriesPoint(step, low=math.inf, mean=0.0, high=-math.inf, finite=0, odd=odd)
     mean = sum(finite) / len(finite)
     if not math.isfinite(mean):
         # The sum of large losses is infinite, but their mean is not.
         mean = sum(value / len(finite) for value in finite)
-    return Point(step, min(finite), mean, max(finite), len(finite), odd)
+    return SeriesPoint(step, min(finite), mean, max(finite), len(finite), odd)
 
 
-def _merged_in_pairs(points: Sequence[Point]) -> Iterator[Point]:
+def _merged_in_pairs(points: Sequence[SeriesPoint]) -> Iterator[SeriesPoint]:
     """Yield one point for every two consecutive points."""
     for index in range(0, len(points) - 1, 2):
         yield _merged(points[index], points[index + 1])
@@ -167,13 +167,13 @@ def _merged_in_pairs(points: Sequence[Point]) -> Iterator[Point]:
         yield points[-1]
 
 
-def _merged(first: Point, second: Point) -> Point:
+def _merged(first: SeriesPoint, second: SeriesPoint) -> SeriesPoint:
     finite = first.finite + second.finite
     mean = 0.0
     if finite:
         # Weights instead of a sum, because the sum of two large losses could be infinite.
         mean = first.mean * (first.finite / finite) + second.mean * (second.finite / finite)
-    return Point(
+    return SeriesPoint(
         step=first.step,
         low=min(first.low, second.low),
         mean=mean,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.explain.records.finding import RecordFiles
-from holdfast.explain.records.judging import judge_curve, judge_record
+from holdfast.explain.records.judging import judge_loss, judge_record
 from holdfast.explain.records.reading import read_record
 from holdfast.explain.records.record import Record
 from holdfast.report.curves import LOGGED, MAX_LOGGED, Curve, StepTimes, curve_of_points
@@ -67,7 +67,7 @@ def _curves(record: Record, problems: list[str]) -> dict[str, Curve]:
 
 def _names_on_page(record: Record) -> dict[str, str]:
     """Return the name of the curve for each series, those that holdfast also records first."""
-    judged = judge_curve(record)
+    judged = judge_loss(record)
     own: dict[str, str] = {}
     if judged.chosen is not None and judged.chosen.of == "training":
         own[judged.chosen.name] = "loss"
