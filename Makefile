@@ -21,7 +21,7 @@ demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main
 # The slow ones apart: with the frameworks that they import each fork of the others would take twice as long.
 # They kill, stop and starve real processes. A machine that stalls for some seconds can fail one of them, so those that
 # failed run once more, alone. A test that fails twice is a failure, and the output shows both runs.
-test: check fast speechbrain trackers  ## all gates and all tests, the slow ones too
+test: check fast speechbrain  ## all gates and all tests, the slow ones too
 	$(BIN)/pytest -m slow -n 2 --dist worksteal || $(BIN)/pytest -m slow --last-failed --last-failed-no-failures none
 
 fast: $(INSTALLED)  ## the tests that take seconds
