@@ -153,6 +153,9 @@ def run(
         if mirror is not None:
             # A wrong URL is reported here, and not by each attempt of the script.
             open_location(SecretUrl(mirror))
+            if "://" not in mirror:
+                # The script may change its working directory, as Hydra does.
+                mirror = str(Path(mirror).expanduser().absolute())
     budgets = Budgets(
         max_restarts=max_restarts,
         max_preemptions=max_preemptions,

@@ -68,7 +68,9 @@ class SecretUrl(str):
     def redacted(self) -> str:
         """Return the URL with its credentials replaced by ``***``."""
         (text,) = without_secrets([_USER_INFO.sub("***@", self)])
-        return text
+        # A query may be a signature, such as that of an Azure SAS.
+        address, question_mark, _ = text.partition("?")
+        return f"{address}?***" if question_mark else address
 
     def __repr__(self) -> str:
         return repr(self.redacted)

@@ -33,6 +33,12 @@ _HARMLESS_VARIABLES = ("PWD", "OLDPWD")
 # Groups of the environment that help to understand a failure.
 _ENVIRONMENT = ("versions", "machine", "code (git)", "policy, where it is not the usual",
                 "hyperparameters")  # fmt: skip
+# A private key in PEM format, whose beginning or end may be cut off.
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?"
+    r"(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
+    r"|\A[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY-----"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +215,11 @@ def estimated_tokens(text: str) -> int:
     return count
 
 
+def _without_secrets_of_line(line: str) -> str:
+    (shown,) = hide_in_words([line], nested=True)
+    return shown
+
+
 def _without_secrets(text: str) -> str:
     """Return a text with secrets hidden, and with ``~`` for the user's home directory.
 
@@ -218,6 +229,8 @@ def _without_secrets(text: str) -> str:
         is_secret = SECRET_OPTION.fullmatch(name) is not None and name not in _HARMLESS_VARIABLES
         if is_secret and len(value) >= _LEAST_SECRET_CHARACTERS:
             text = text.replace(value, HIDDEN)
-    (text,) = hide_in_words([text], nested=True)
+    text = _PRIVATE_KEY.sub(HIDDEN, text)
+    # Line by line, because a line such as "api_key=..." would otherwise hide all that follows.
+    text = "\n".join(_without_secrets_of_line(line) for line in text.split("\n"))
     home = str(Path.home())
     return text if home == "/" else text.replace(home, "~")

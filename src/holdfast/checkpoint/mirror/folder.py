@@ -94,11 +94,8 @@ class MirrorFolder:
 
     # --- owners
 
-    def newest_owner(self) -> Owner | None:
-        """Return the current owner, or None if the mirror has never had one."""
-        return max(self._owners(), default=None)
-
-    def _owners(self) -> list[Owner]:
+    def owners(self) -> list[Owner]:
+        """Return the owners whose files exist. The largest one is the current owner."""
         matches = map(_OWNER_FILE.fullmatch, self.location.list_names(_OWNERS))
         return [Owner(int(match[1]), match[2]) for match in matches if match]
 
@@ -110,8 +107,10 @@ class MirrorFolder:
         Args:
             run_id: The id of the run that the mirror belongs to from now on.
         """
-        earlier = self._owners()
-        number = max((owner.number for owner in earlier), default=0) + 1
+        earlier = self.owners()
+        # Copies may outlive the files of their owners.
+        known = [*earlier, *(copy.owner for copy in self._begun_copies())]
+        number = max((owner.number for owner in known), default=0) + 1
         owner = Owner(number, secrets.token_hex(_TOKEN_BYTES))
         probe = f"{_OWNERS}/probe-{owner.token}"
         self.location.write(probe, b"may this process write and delete?")
@@ -137,7 +136,7 @@ class MirrorFolder:
         A process that was killed while it took the mirror over may have left an incomplete file. In
         this case, the file of the previous owner still exists.
         """
-        for owner in sorted(self._owners(), reverse=True):
+        for owner in sorted(self.owners(), reverse=True):
             run_id = self._fact(owner, "run")
             if run_id is not None:
                 return run_id

@@ -134,7 +134,12 @@ class Location:
     def remove_folder(self, name: str) -> None:
         """Remove all files below a folder, if there are any."""
         try:
-            self._files.rm(self._path(name), recursive=True)
+            if self._is_object_store:
+                # `rm` would take brackets in a name for a pattern.
+                for file in self._files.find(self._path(name)):
+                    self._files.rm_file(file)
+            else:
+                self._files.rm(self._path(name), recursive=True)
         except FileNotFoundError:
             return
 

@@ -105,9 +105,10 @@ class Mirror:
                 directory and the mirror have continued the run.
         """
         local = self._local_side()
+        copies = self._folder.copies()
         mirror = MirrorSide(
             run_id=self._folder.run_id(),
-            copies=[copy.identity for copy in self._folder.copies()],
+            copies=[copy.identity for copy in copies],
         )
         relation = compare(local, mirror)
         if relation is Relation.OTHER_RUN:
@@ -116,7 +117,18 @@ class Mirror:
             raise self._forked()
         if self._run.is_new and mirror.copies and mirror.run_id is not None:
             self._run_id = mirror.run_id
-        return relation is Relation.BEHIND
+        return relation is Relation.BEHIND or self._has_lost_newest(copies)
+
+    def _has_lost_newest(self, copies: Sequence[Copy]) -> bool:
+        """Return whether the run directory no longer has the newest copy, nor a newer checkpoint.
+
+        Args:
+            copies: The complete copies in the mirror, newest first, of the same run.
+        """
+        entries = self._store.entries()
+        if not copies or not entries or self._has(copies[0]):
+            return False
+        return copies[0].save_id > entries[0].save_id
 
     def _local_side(self) -> LocalSide:
         checkpoints = []
@@ -146,16 +158,29 @@ class Mirror:
                 be fetched although it is too late.
             CheckpointError: H312 if no copy is intact.
         """
+        if may_pull:
+            self._move_damaged_aside()
         # This comes first, since taking over stops the process that owns the mirror now.
-        is_behind = self.is_behind()
+        was_behind = self.is_behind()
+        if was_behind and not may_pull:
+            raise self._forked()
+        try:
+            owner = self._folder.add_owner(self._run_id)
+            # The previous owner may have completed another copy since the first check.
+            is_behind = self.is_behind()
+        except HoldfastError:
+            raise
+        # The library of any store may raise anything.
+        except Exception as error:
+            if was_behind:
+                # Without the copy, the run would begin again from an older state.
+                raise self._not_fetched(error) from error
+            raise
         if is_behind and not may_pull:
             raise self._forked()
-        self._owner = self._folder.add_owner(self._run_id)
-        # Until then, the previous owner may have completed another copy.
-        if self.is_behind():
-            if not may_pull:
-                raise self._forked()
+        if is_behind:
             self.pull_newest()
+        self._owner = owner
 
     # --- fetching
 
@@ -292,11 +317,13 @@ class Mirror:
             MirrorLostError: A newer owner exists.
         """
         assert self._owner is not None
-        newest = self._folder.newest_owner()
+        owners = self._folder.owners()
+        newest = max(owners, default=None)
         if newest is None:
             # Someone has emptied the mirror.
             self._folder.renew(self._owner, self._run_id)
-        elif newest > self._owner:
+        elif newest > self._owner or self._owner not in owners:
+            # After the mirror was emptied, the number of a newer owner may be smaller.
             raise MirrorLostError(
                 f"{self._folder.process_of(newest)} has taken over mirror {self._location.name}"
             )

@@ -19,7 +19,7 @@ from holdfast.explain.verdict import Verdict
 
 # The titles of these verdicts quote an exception or a line of the output, which may contain
 # anything.
-_CAUSES_THAT_QUOTE = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
+_QUOTED_EXCEPTION = endings.UNCAUGHT
 _QUOTES_THE_OUTPUT = "its output says: "
 
 
@@ -126,7 +126,9 @@ class RunNotifications:
         if verdict is None:
             return "The run has ended"
         title = verdict.title
-        if verdict.cause in _CAUSES_THAT_QUOTE or _QUOTES_THE_OUTPUT in title:
+        if verdict.cause == endings.ERROR_LINE:
+            title = "its output ends with an error"
+        if verdict.cause == _QUOTED_EXCEPTION or _QUOTES_THE_OUTPUT in title:
             title = title.partition(": ")[0]
         return f"{title[:1].upper()}{title[1:]} [{verdict.cause}]"
 
