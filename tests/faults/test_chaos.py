@@ -59,17 +59,21 @@ os._exit(0)
 """
 
 
-@pytest.fixture(autouse=True)
-def _forked(monkeypatch):
-    """Let commands be forked from a process that has torch loaded."""
-    own = SimpleNamespace(
-        Popen=lambda command, **given: Prepared(command[7:], **given),
+def forking(**settings):
+    """Return what trials use of `subprocess`, with commands that are forked; see `Prepared`."""
+    return SimpleNamespace(
+        Popen=lambda command, **given: Prepared(command[7:], **settings, **given),
         **{
             name: getattr(subprocess, name)
             for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
         },
     )
-    monkeypatch.setattr(trials, "subprocess", own)
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Let commands be forked from a process that has torch loaded."""
+    monkeypatch.setattr(trials, "subprocess", forking())
     monkeypatch.setattr(cli, "adopt_orphans", lambda: None)  # this process has other children
 
 
@@ -580,7 +584,8 @@ def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
     records: it is exact.
     """
     # Holdfast is imported where it is observed
-    monkeypatch.setattr(trials, "subprocess", subprocess)
+    without_holdfast = ("torch", "numpy", "torch._dynamo")
+    monkeypatch.setattr(trials, "subprocess", forking(loaded=without_holdfast))
     (origin / "train.py").write_text(_GUARDED)
     kinds = ("save", "disk", "io", "clock", "damage")
     report = tried([sys.executable, "train.py"], origin, *kinds)
