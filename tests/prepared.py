@@ -59,6 +59,8 @@ FRAMEWORKS = (
     "holdfast.integrations.accelerate",
 )
 """What a process may have loaded that is started for a framework."""
+WITHOUT_HOLDFAST = ("torch", "numpy", "torch._dynamo")
+"""What a process may have loaded whose script imports holdfast where it is observed."""
 
 _starting = threading.Lock()
 

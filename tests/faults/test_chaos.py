@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.prepared import Prepared
+from tests.prepared import WITHOUT_HOLDFAST, Prepared
 from typer.testing import CliRunner
 
 from holdfast.chaos import trials
@@ -583,9 +583,7 @@ def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
     """Half-way through its file, by a full or failing disk, and in a checkpoint, not its
     records: it is exact.
     """
-    # Holdfast is imported where it is observed
-    without_holdfast = ("torch", "numpy", "torch._dynamo")
-    monkeypatch.setattr(trials, "subprocess", forking(loaded=without_holdfast))
+    monkeypatch.setattr(trials, "subprocess", forking(loaded=WITHOUT_HOLDFAST))
     (origin / "train.py").write_text(_GUARDED)
     kinds = ("save", "disk", "io", "clock", "damage")
     report = tried([sys.executable, "train.py"], origin, *kinds)

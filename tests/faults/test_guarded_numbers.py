@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.forked_attempts import supervise_forked
+from tests.prepared import WITHOUT_HOLDFAST
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
@@ -54,6 +55,7 @@ def start(tmp_path: Path, *words: str) -> subprocess.Popen[bytes]:
     options = ["--restart-delay", "0.1", "--run-dir", "runs/a"]
     return supervise_forked(
         [*options, "--", sys.executable, "train.py", *words],
+        loaded=WITHOUT_HOLDFAST,
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
