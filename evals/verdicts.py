@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from benchmarks.results_file import Figure, Result, read_options
 
 from evals.failures import Recorded, all_failures, all_healthy
+from holdfast.explain.certainty import CERTAINTIES
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.judging import judge
 from holdfast.explain.signatures import all_signatures
@@ -187,25 +188,24 @@ def _judge_failures(outcomes: Sequence[Outcome], result: Result) -> None:
             ),
             *(
                 outcome.bare.cause,
-                outcome.bare.confidence,
+                outcome.bare.certainty,
                 outcome.known.cause,
-                outcome.known.confidence,
+                outcome.known.certainty,
             ),
         ]
         for outcome in outcomes
     ]
-    bands: dict[int, list[bool]] = collections.defaultdict(list)
     for outcome, verdict in known:
-        bands[min(int(verdict.confidence * 10), 9)].append(outcome.right(verdict))
         if not outcome.right(verdict):
             runner = verdict.runner_up[0] if verdict.runner_up else None
             print(
                 f"    {outcome.failure.cause} {outcome.failure.name}: {verdict.cause}"
                 f" {verdict.title} (next {runner})"
             )
-    for band, rights in sorted(bands.items()):
-        what = f"right causes with a confidence of {band / 10:.1f} to {band / 10 + 0.1:.1f}"
-        result.add_count(what, sum(rights), len(rights))
+    for certainty in CERTAINTIES:
+        group = [each for each in known if each[1].certainty == certainty]
+        right = sum(outcome.right(verdict) for outcome, verdict in group)
+        result.add_count(f'right causes that are called "{certainty}"', right, len(group))
 
 
 def _judge_splits(outcomes: Sequence[Outcome], result: Result) -> None:

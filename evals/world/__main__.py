@@ -7,8 +7,7 @@ the class open is *unknown*; all others are *wrong*. The baseline is the last li
 looks like an exception. Rules were written from the first half of ``design.jsonl`` and looked at on
 the second. Where ``sealed.jsonl`` is unpacked, the result is called ``world_first_look``: it was
 opened once, after that, and the first figures are those that count. Since then rules were written
-from it too. Calibration error: the mean distance of a stated confidence from the share that is
-right, over bands of a tenth.
+from it too. For each word of certainty, the figures say how many of its verdicts are right.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from __future__ import annotations
 import collections
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.results_file import Figure, Result, read_options
+from benchmarks.results_file import Result, read_options
 
 from evals.verdicts import judged, last_line
 from evals.world import Report, all_endings, all_reports
+from holdfast.explain.certainty import CERTAINTIES
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.judging import judge
 from holdfast.explain.verdict import Verdict
@@ -119,62 +119,19 @@ def _count(what: str, outcomes: Sequence[Outcome], result: Result) -> None:
         len(families),
         expected=0,
     )
-    named = [each for each in outcomes if each.verdict.confidence > 0]
-    _calibration(
-        f"{what}: cause",
-        named,
-        lambda each: (each.verdict.confidence, each.score == "right"),
-        result,
-    )
-    classed = [each for each in outcomes if each.verdict.family != "unknown"]
-    _calibration(
-        f"{what}: class",
-        classed,
-        lambda each: (each.verdict.class_confidence, each.verdict.family in each.report.classes),
-        result,
-    )
+    for certainty in CERTAINTIES:
+        group = [each for each in outcomes if each.verdict.certainty == certainty]
+        right = sum(each.score == "right" for each in group)
+        result.add_count(f'{what}: right causes that are called "{certainty}"', right, len(group))
     result.samples[what] = [
         [
             each.report.name,
             each.verdict.cause,
             each.score,
-            each.verdict.confidence,
-            each.verdict.class_confidence,
+            each.verdict.certainty,
         ]
         for each in outcomes
     ]
-
-
-def _calibration(
-    what: str,
-    outcomes: Sequence[Outcome],
-    answer: Callable[[Outcome], tuple[float, bool]],
-    result: Result,
-) -> None:
-    """Add the expected calibration error, and of each band how many were right with which mean
-    confidence.
-    """
-    bands: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
-    for each in outcomes:
-        confidence, right = answer(each)
-        bands[min(int(confidence * 10), 9)].append((confidence, right))
-    off = 0.0
-    for band, rows in sorted(bands.items()):
-        right, sure = sum(right for _, right in rows), sum(confidence for confidence, _ in rows)
-        off += abs(right - sure)
-        result.add_count(
-            f"{what}, confidence {band / 10:.1f} to {band / 10 + 0.1:.1f}: right", right, len(rows)
-        )
-    error = round(off / max(len(outcomes), 1), 4)
-    result.figures.append(
-        Figure(
-            what=f"{what}: expected calibration error",
-            unit="ratio",
-            value=error,
-            samples=len(outcomes),
-        )
-    )
-    print(f"  {what}: expected calibration error {error:g} of {len(outcomes)}", flush=True)
 
 
 def _count_endings(result: Result) -> None:

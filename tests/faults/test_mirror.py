@@ -194,11 +194,11 @@ def test_training_goes_on_while_the_store_cannot_be_reached(
             wait_until(lambda: store.newest_step(BUCKET) == 4)
             wire.cut()
         if guard.global_step == 14:
-            wait_until(lambda: "mirror_unreachable" in kinds(guard))
+            wait_until(lambda: "mirror_failed" in kinds(guard))
             wire.mend()
 
     events = [kind for kind in kinds(guard) if kind.startswith("mirror_")]
-    assert events == ["mirror_unreachable", "mirror_reachable"]
+    assert events == ["mirror_failed", "mirror_recovered"]
     assert guard.statistics().checkpoints_failed == 0
     assert store.newest_step(BUCKET) == 20
 
@@ -259,7 +259,7 @@ def test_bytes_that_change_on_their_way_to_the_store_are_noticed(tmp_path: Path)
 
     register_implementation("flipping", Flipping, clobber=True)
     guard, _ = train(tmp_path / "a", 4, mirror=f"flipping://{tmp_path}/mirror")
-    assert "mirror_unreachable" in kinds(guard)
+    assert "mirror_failed" in kinds(guard)
     assert steps_in(tmp_path / "mirror") == []
 
 
@@ -273,14 +273,14 @@ def error_of(run_dir: Path, mirror: str) -> HoldfastError:
     return raised.value
 
 
-def test_a_store_without_rights_is_refused(store: ObjectStore, tmp_path: Path) -> None:
-    """A bucket that does not exist, and a user who may read but not write."""
+def test_a_store_that_cannot_be_written_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    """A bucket that does not exist, and a folder in which a file has the name of a subfolder."""
     assert error_of(tmp_path / "a", "s3://no-such-bucket/run").rule == "H321"
 
-    readonly = tmp_path / "mirror"
-    readonly.mkdir()
-    (readonly / "owners").write_text("a file where a folder has to be")
-    assert error_of(tmp_path / "b", str(readonly)).rule == "H321"
+    occupied = tmp_path / "mirror"
+    occupied.mkdir()
+    (occupied / "owners").write_text("a file where a folder has to be")
+    assert error_of(tmp_path / "b", str(occupied)).rule == "H321"
 
 
 def test_a_user_without_the_right_to_write_is_refused(
@@ -326,7 +326,7 @@ def test_an_unreachable_store_is_an_error_only_if_there_is_nothing_to_resume(
         guard.step(batch, lambda x: model(x).square().mean())
 
     events = [kind for kind in kinds(guard) if kind.startswith("mirror_")]
-    assert events == ["mirror_unreachable", "mirror_reachable"]
+    assert events == ["mirror_failed", "mirror_recovered"]
     assert store.newest_step(BUCKET) == 8
 
 

@@ -95,7 +95,7 @@ def test_the_signals_are_those_of_the_policy(start, handled):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGUSR1")],
+    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "SIGTERM")],
 )
 def test_a_second_signal_ends_the_process_at_once(start, tmp_path, first, second):
     """Whichever comes second, it ends a step that lasts, by the kernel.
@@ -112,6 +112,22 @@ def test_a_second_signal_ends_the_process_at_once(start, tmp_path, first, second
     verdict = judge(collect(tmp_path / "run"))
     assert verdict.family == "preempted"
     assert (verdict.cause == "H1604") is (first == "SIGINT")
+
+
+@pytest.mark.parametrize("first", ["SIGUSR1", "SIGTERM"])
+def test_a_warning_after_the_first_signal_neither_ends_the_step_nor_the_exit(start, first):
+    """A launcher may forward SIGUSR1 long after the process has received it, until it is gone."""
+    run = start(seconds_per_step=1.0, save_interval_steps=1000)
+    run.wait_for(lambda line: line.get("step", 0) >= 2)
+
+    run.send(getattr(signal, first))
+    wait_for_message(run, first)
+    while run.process.poll() is None:
+        run.send(signal.SIGUSR1)
+        time.sleep(0.01)
+
+    assert run.process.returncode == 0
+    assert run.end()["stop_reason"] == first
 
 
 def test_signals_that_come_together_are_one_request(start):

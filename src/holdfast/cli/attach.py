@@ -107,7 +107,7 @@ def _as_json(pid: int, inspection: Inspection, rows: list[dict[str, Any]]) -> An
             "pid": diagnosis.process.pid,
             "frame": describe_frame(diagnosis.frame),
             "sentence": diagnosis.sentence,
-            "confidence": diagnosis.confidence,
+            "certainty": diagnosis.certainty,
         }
     return as_json_value(
         {"pid": pid, "moves": inspection.is_moving, "verdict": verdict, "processes": rows}
@@ -119,7 +119,7 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
     if inspection.is_moving:
         typer.echo("It is making progress.\n")
         return
-    certainty = f"[{diagnosis.kind}, {diagnosis.confidence:.0%}]"
+    certainty = f"[{diagnosis.kind}, {diagnosis.certainty}]"
     typer.echo(f"It is not making progress. {diagnosis.sentence} {certainty}")
     typer.echo(
         f"A step that takes longer than {seconds:g} s looks like a hang; use --seconds"

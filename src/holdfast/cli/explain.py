@@ -26,7 +26,6 @@ from holdfast.explain.runs.recordings import near_path
 from holdfast.explain.signatures import UNJUDGED, WELL
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import folder_of_first_host
-from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
 # Matches text that is probably meant as a rule id, unless a file has that name.
@@ -237,9 +236,7 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
         source: The run directory or log that the verdict is about.
     """
     _print_headline(out, verdict)
-    certainty = how_sure(verdict)
-    if certainty:
-        certainty += ", "
+    certainty = f"{verdict.certainty}, " if verdict.certainty else ""
     out.print(Text(f"{certainty}from {sanitise(source)}", style="dim"))
     _print_section(out, "What happened", [verdict.summary])
     _print_evidence(out, verdict.evidence)
@@ -251,8 +248,8 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     _print_speed(out, verdict)
     _print_section(out, "What was tried", verdict.tried)
     if verdict.runner_up is not None:
-        cause, title, confidence = verdict.runner_up
-        _print_section(out, "It could also be", [f"{title} [{cause}] ({confidence:.0%})"])
+        cause, title = verdict.runner_up
+        _print_section(out, "It could also be", [f"{title} [{cause}]"])
     if verdict.family != "ended well":
         _print_section(out, "What would have made this more certain", verdict.missing)
     else:

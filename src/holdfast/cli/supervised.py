@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _STDERR = 2
 _WRONG_USE = 2
-# If the run ended well and the confidence is higher than this, the confidence is not printed.
-_CERTAIN = 0.9
 # How long the verdict waits for a reader of stderr. The supervisor has already waited longer for
 # the output of the command to be read.
 _PATIENCE_SECONDS = 5.0
@@ -203,14 +201,11 @@ def _was_saved(outcome: RunOutcome) -> bool:
 
 def _describe_verdict(outcome: RunOutcome) -> str:
     from holdfast.core.text import sanitise
-    from holdfast.report.verdicts import how_sure
 
     verdict = outcome.verdict
     parts = [f"{sanitise(verdict.title)} [{verdict.cause}]"]
-    is_certain_good_end = verdict.family == "ended well" and verdict.confidence > _CERTAIN
-    certainty = "" if is_certain_good_end else how_sure(verdict)
-    if certainty:
-        parts.append(certainty)
+    if verdict.certainty is not None:
+        parts.append(verdict.certainty)
     if verdict.where:
         parts.append(sanitise(verdict.where))
     return ", ".join(parts)

@@ -15,7 +15,7 @@ Modules, in the order in which a verdict is made:
 2. ``signatures`` holds the catalog of known failures as data, and finds these failures in text.
 3. ``causes`` collects the possible causes and chooses one of them (``choosing``). It also decides
    whether a run ended well (``ends``, then ``doubts`` and ``good_ends``).
-4. ``judging`` runs steps 2 and 3 and computes the confidence in the chosen cause.
+4. ``judging`` runs steps 2 and 3 and decides how certain the chosen cause is.
 5. ``wording`` writes the `Verdict`. Both ``causes`` and ``wording`` use ``observations`` to
    interpret the recorded events, and ``exhibits`` to quote them as evidence.
 

@@ -63,6 +63,9 @@ class Statement:
     # Whether this exception led to another exception, which makes it more likely to be the root
     # cause.
     cause: bool = False
+    # Whether the script raised this exception on purpose, with a `raise` statement, while it was
+    # handling the previous one of its chain. Its message then says more than the first one.
+    replaces_cause: bool = False
     # Whether a logger printed this exception. If so, some code caught the exception, although it
     # may have raised the exception again.
     logged: bool = False

@@ -37,8 +37,14 @@ def quote(statement: Statement, role: str) -> Exhibit:
 
 
 def first_line(statement: Statement) -> str:
-    """Return the first line of a statement, preceded by the exception's class, cut if too long."""
-    return _first_lines(statement, 1)[0]
+    """Return the first line of a statement, preceded by the exception's class, cut if too long.
+
+    If the line announces the next one with a colon, both are returned as one.
+    """
+    first, *second = _first_lines(statement, 2)
+    if first.endswith(":") and second:
+        return f"{first} {second[0].strip()}"
+    return first
 
 
 def _first_lines(statement: Statement, most: int) -> list[str]:
@@ -47,9 +53,13 @@ def _first_lines(statement: Statement, most: int) -> list[str]:
     The first line starts with the exception's class, if the statement has one.
     """
     head = statement.exception or ""
-    if head and statement.text:
+    text = statement.text
+    if head and not text and statement.frames and statement.frames[-1].code.startswith("assert "):
+        # An assertion without a message: the line of code says what was expected.
+        text = statement.frames[-1].code
+    if head and text:
         head += ": "
-    lines = (head + statement.text).strip().splitlines() or [""]
+    lines = (head + text).strip().splitlines() or [""]
     return [
         line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 3]}..."
         for line in lines[:most]

@@ -6,6 +6,7 @@ evidence. `causes.choosing` decides which cause ended the run.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from holdfast.explain.exit_status import is_signal_name
 _EVENTS_OF_SAVES = ("checkpoint_saved", "save_failed", "save_refused")
 # Events that show whether a checkpoint contains a Guard's newest state.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
+# DeepSpeed logs the use of host memory. From 85 % on, the next allocation may be the last one.
+_FULL_HOST_MEMORY = re.compile(
+    r"\bCPU Virtual Memory: {1,4}used = [\d.]{1,12} GB, percent = (?:8[5-9]|9\d|100)(?:\.\d{1,4})?%"
+)
 _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
 
@@ -50,6 +55,11 @@ def host_memory_was_running_out(evidence: Evidence) -> bool:
         if event.kind == "memory_trend" and event.data.get("what") == "host"
     ]
     return bool(trends) and isinstance(trends[-1].data.get("minutes_left"), (int, float))
+
+
+def log_shows_full_host_memory(evidence: Evidence) -> bool:
+    """Return whether the log reports that host memory was nearly full, as DeepSpeed does."""
+    return any(_FULL_HOST_MEMORY.search(line.text) for line in evidence.statements)
 
 
 def leak_place(leak: Event) -> str:

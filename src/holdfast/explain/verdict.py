@@ -1,4 +1,4 @@
-"""`Verdict`: why a run ended, with the evidence and the confidence.
+"""`Verdict`: why a run ended, with the evidence and the certainty.
 
 A verdict quotes logs and recordings, which may contain malicious text such as escape sequences.
 This module sanitizes every text, so that code that prints a verdict does not have to.
@@ -6,11 +6,11 @@ This module sanitizes every text, so that code that prints a verdict does not ha
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holdfast.core.text import sanitise
+from holdfast.explain.certainty import Certainty
 from holdfast.explain.signatures import WELL
 from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
 from holdfast.explain.speed_finding import SpeedFinding
@@ -18,15 +18,9 @@ from holdfast.explain.speed_finding import SpeedFinding
 _MAX_CHARACTERS = 20_000
 # Fields that keep their line breaks. In all other fields, line breaks become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
-# Ids of causes that quote an exception: an exception that matches no signature
-# (`endings.UNCAUGHT`), or a holdfast error, which has the id of its rule. The ids of signatures
-# start at H900.
-_IN_ITS_OWN_WORDS = re.compile(r"H1608|H[1-8]\d\d")
-# The lowest confidence in an exception that ended its process if no evidence contradicts it. This
-# is the smallest entry of `causes.candidate.SHARES` for exceptions without a signature.
-# Contradicting evidence (a signal from outside, another failure, progress after the exception)
-# lowers the confidence below this limit.
-_UNDISPUTED = 0.65
+# The number of the form of `Verdict.as_json`. It changes when a field is removed, renamed or gets
+# another meaning.
+_JSON_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +57,13 @@ class Verdict:
     summary: str
     # How to fix the problem, starting with the first thing to try. Empty if no fix is known.
     fix: str
-    # The probability that this is the cause. 0 if the cause is unknown.
-    confidence: float
-    # The probability that the cause is in the class `family`.
-    class_confidence: float = 0.0
+    # How certain the cause is. None if the cause is unknown, or if it needs no word: an exception
+    # that ended the process was seen, not inferred, and so was a good end.
+    certainty: Certainty | None = None
     # The evidence, with the strongest piece first.
     evidence: tuple[Exhibit, ...] = ()
-    # The id, title and confidence of the second most likely cause. None if there is none to show.
-    runner_up: tuple[str, str, float] | None = None
+    # The id and title of the second most likely cause. None if there is none to show.
+    runner_up: tuple[str, str] | None = None
     # The remedies that were already tried, one clause each.
     tried: tuple[str, ...] = ()
     # Missing evidence that would have made the verdict more certain, one clause each.
@@ -109,19 +102,9 @@ class Verdict:
         """
         return self.cause == WELL.id and self.title == WELL.title
 
-    @property
-    def names_an_exception(self) -> bool:
-        """Return whether the cause quotes an exception that no evidence contradicts.
-
-        No probability is shown with such a cause, because it was observed, not inferred.
-        """
-        if not _IN_ITS_OWN_WORDS.fullmatch(self.cause):
-            return False
-        return self.confidence >= _UNDISPUTED
-
     def as_json(self) -> dict[str, Any]:
         """Return the verdict and its exit code as a dictionary that can be serialized as JSON."""
-        return {**asdict(self), "exit_code": self.exit_code}
+        return {"version": _JSON_VERSION, **asdict(self), "exit_code": self.exit_code}
 
 
 def _sanitise_fields(record: Exhibit | Verdict) -> None:

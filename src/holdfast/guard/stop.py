@@ -13,9 +13,12 @@ calling `Guard.request_stop`, and `holdfast stop` requests one from outside (``o
    purpose, our handler is replaced after the first signal, normally by the kernel's default action,
    which works even if the interpreter hangs. In a notebook, a second Ctrl-C raises
    KeyboardInterrupt instead, because the end of the process would take all variables with it.
+   SIGUSR1 and SIGUSR2 are only warnings, which schedulers and launchers may send repeatedly, so
+   they are ignored from then on, until the process ends.
 4. **In a forked child**, such as a loader worker, the first signal is ignored, since it was meant
    for the parent. Only SIGTERM ends the child immediately.
-5. **After `StopRequest.uninstall`**, the previous handlers are in place again.
+5. **After `StopRequest.uninstall`**, the previous handlers are in place again. After a stop by a
+   signal, SIGUSR1 and SIGUSR2 stay ignored instead of killing the process while it exits.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
     stop.install()
@@ -49,6 +52,10 @@ _ONE_REQUEST_SECONDS = 0.1
 # If a program is meant to survive a Ctrl-C or the closing of its terminal, a shell or `nohup`
 # starts it with these signals ignored. The guard leaves them ignored.
 _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
+
+# Schedulers send these signals as a warning before they end a job, and nothing else uses them to
+# kill a process. A launcher may forward them to processes that have already received them.
+_WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 
 # These two signals are the usual way to stop training, so our handler replaces even a handler that
 # native code has installed.
@@ -236,7 +243,15 @@ class StopRequest:
             return
         for number, previous in self._previous.items():
             if self._has_installed(number, signal.getsignal(number)):
-                signal.signal(number, _active_handler(number, previous))
+                signal.signal(number, self._handler_after(number, previous))
+
+    def _handler_after(self, number: int, previous: Any) -> Any:
+        """Return the handler that a signal has after `uninstall`."""
+        handler = _active_handler(number, previous)
+        if self.by_signal and number in _WARNINGS and handler is signal.SIG_DFL:
+            # The script is about to end, and a launcher may still forward the signal.
+            return signal.SIG_IGN
+        return handler
 
     def _has_installed(self, number: int, handler: Any) -> bool:
         """Return whether `handler` is ours, or the one that we install for a second signal."""
@@ -304,7 +319,7 @@ class StopRequest:
                 signal.signal(number, self._handler_of_second_signal(number))
 
     def _handler_of_second_signal(self, number: int) -> Any:
-        """Return the script's own handler, or SIG_DFL, which kills the process.
+        """Return the script's own handler, SIG_DFL, which kills the process, or SIG_IGN.
 
         Except in a notebook, SIG_DFL also replaces Python's handler that raises KeyboardInterrupt,
         which would have to wait for the interpreter. It replaces SIG_IGN too, since the parent
@@ -317,9 +332,12 @@ class StopRequest:
             return outer_guard._handler_of_second_signal(number)
         if previous is signal.default_int_handler and is_interactive():
             return previous
-        if not callable(previous) or previous is signal.default_int_handler:
-            return signal.SIG_DFL
-        return previous
+        has_own_handler = callable(previous) and previous is not signal.default_int_handler
+        if has_own_handler:
+            return previous
+        if number in _WARNINGS:
+            return signal.SIG_IGN
+        return signal.SIG_DFL
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to the previous handler, because this guard is closed."""
@@ -358,9 +376,8 @@ def _announce(signal_name: str, second_handler: Any) -> None:
         consequence = "goes to the previously installed handler"
     else:
         consequence = "ends the process at once"
-    text = (
-        f"holdfast: {signal_name}: stopping at the next boundary; a second signal {consequence}\n"
-    )
+    second = "SIGTERM" if second_handler is signal.SIG_IGN else "a second signal"
+    text = f"holdfast: {signal_name}: stopping at the next boundary; {second} {consequence}\n"
     if os.isatty(_STDERR_DESCRIPTOR):
         # The terminal's current line may already show ^C or a progress bar.
         text = "\n" + text
@@ -412,11 +429,12 @@ def _on_signal_in_a_fork(number: int) -> None:
 
     A terminal, a scheduler or Slurm's ``--signal`` sends a signal to all processes although it is
     meant for the parent, which could not finish its step if its workers died. SIGTERM kills the
-    child, since a parent uses it to terminate its children.
+    child, since a parent uses it to terminate its children. Warnings are ignored however often they
+    come.
     """
     if number == signal.SIGTERM:
         _raise_again(number, signal.SIG_DFL)
-    else:
+    elif number not in _WARNINGS:
         signal.signal(number, signal.SIG_DFL)
 
 

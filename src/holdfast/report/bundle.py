@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.secret_words import HIDDEN, SECRET_OPTION, hide_in_words
-from holdfast.core.text import moment
+from holdfast.core.text import counted, moment
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.page.environment import environment
 from holdfast.report.page.gathered_run import GatheredRun, RecordedStacks
-from holdfast.report.verdicts import how_sure
 
 MAX_TOKENS = 4_000
 # Tokenizers split text into words, numbers and punctuation first. Most of them then split a number
@@ -154,10 +153,9 @@ def _lines_of_stacks(stacks: Iterable[RecordedStacks]) -> Iterable[str]:
 def _text(verdict: Verdict, sections: Iterable[Section]) -> str:
     """Return the sections as text. The first ones get the room that they need."""
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
-    certainty = how_sure(verdict)
     text = f"# {_without_secrets(title)} [{verdict.cause}, {verdict.family}]\n"
-    if certainty:
-        text += f"\n{certainty}\n"
+    if verdict.certainty is not None:
+        text += f"\nCause: {verdict.certainty}\n"
     for section in sections:
         room = MAX_TOKENS - estimated_tokens(text)
         text += _section_within(section, min(room, section.most_tokens))
@@ -168,8 +166,9 @@ def _section_within(section: Section, most_tokens: int) -> str:
     """Return a section, without the lines for which there is no room. Empty if it has none."""
     content = _without_secrets("\n".join(section.lines)).strip("\n")
     lines = [_shortened(line.rstrip()) for line in content.splitlines()]
-    fence = "```\n" if section.is_quoted else ""
-    frame = f"\n## {section.title}\n\n{fence}(000,000 lines are left out)\n{fence}"
+    # The quoted text may contain fences of its own, which are shorter.
+    fence = "~~~~~~\n" if section.is_quoted else ""
+    frame = f"\n## {section.title}\n\n{fence}(000,000 lines left out)\n{fence}"
     room = most_tokens - estimated_tokens(frame)
     kept: list[str] = []
     for line in reversed(lines) if section.keeps_end else lines:
@@ -180,7 +179,7 @@ def _section_within(section: Section, most_tokens: int) -> str:
     if not kept:
         return ""
     left_out = len(lines) - len(kept)
-    note = [f"({left_out:,} lines are left out)"] if left_out else []
+    note = [f"({counted(left_out, 'line')} left out)"] if left_out else []
     shown = [*note, *reversed(kept)] if section.keeps_end else [*kept, *note]
     return f"\n## {section.title}\n\n{fence}" + "\n".join(shown) + f"\n{fence}"
 

@@ -1,6 +1,6 @@
 """Load the verdict on a run from ``verdict.json``, or determine it on demand.
 
-``explain`` determines verdicts. This module loads them and describes their confidence in words.
+``explain`` determines verdicts. This module only loads them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from holdfast.core.text import sanitise
+from holdfast.explain.certainty import CERTAINTIES
 from holdfast.explain.signatures.endings import NOT_JUDGED
 from holdfast.explain.signatures.signature import FAMILIES, Restart
 from holdfast.explain.speed_finding import CAUSES, SpeedFinding
@@ -19,15 +20,6 @@ from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
 
 Tone: TypeAlias = Literal["well", "unjudged", "unknown", "failed"]
-
-# Words for degrees of confidence, each with the lowest confidence to which it applies.
-_CONFIDENCE_WORDS = (
-    (0.9, "almost certain"),
-    (0.75, "very likely"),
-    (0.6, "likely"),
-    (0.4, "a guess"),
-    (0.0, "a weak guess"),
-)
 
 
 def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
@@ -55,7 +47,7 @@ def verdict_from(values: Mapping[str, Any]) -> Verdict:
 
     A value of the wrong type is converted to text or replaced by a default.
     """
-    confidence = values.get("confidence")
+    certainty = values.get("certainty")
     return Verdict(
         cause=_text(values, "cause"),
         title=_text(values, "title"),
@@ -63,8 +55,7 @@ def verdict_from(values: Mapping[str, Any]) -> Verdict:
         fix=_text(values, "fix"),
         where=_text(values, "where"),
         family=values["family"] if values.get("family") in FAMILIES else "unknown",
-        confidence=_share(confidence),
-        class_confidence=_share(values.get("class_confidence", confidence)),
+        certainty=certainty if certainty in CERTAINTIES else None,
         evidence=tuple(
             _exhibit(item) for item in _items(values, "evidence") if isinstance(item, Mapping)
         ),
@@ -105,11 +96,11 @@ def _speed_finding(values: Mapping[str, Any]) -> SpeedFinding:
     )
 
 
-def _runner_up(value: object) -> tuple[str, str, float] | None:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
+def _runner_up(value: object) -> tuple[str, str] | None:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
         return None
-    cause, title, confidence = value
-    return str(cause), str(title), _share(confidence)
+    cause, title = value
+    return str(cause), str(title)
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:
@@ -134,30 +125,6 @@ def _share(value: object) -> float:
     if not isinstance(value, (int, float)) or is_nan:
         return 0.0
     return float(min(max(value, 0.0), 1.0))
-
-
-def how_sure(verdict: Verdict) -> str:
-    """Return in words how certain the cause is and, if different, how certain its class is.
-
-    The text is empty if the verdict names no cause, or if the cause is an observed exception, which
-    is certain.
-    """
-    if not verdict.confidence or verdict.names_an_exception:
-        return ""
-    cause_words = _in_words(verdict.confidence)
-    class_words = _in_words(verdict.class_confidence)
-    cause_share = f"{verdict.confidence:.0%}"
-    class_share = f"{verdict.class_confidence:.0%}"
-    names_no_class = verdict.family in ("unknown", "ended well")
-    if names_no_class or verdict.class_confidence == verdict.confidence:
-        return f"{cause_words} ({cause_share})"
-    if cause_words == class_words:
-        return f"{cause_words} ({cause_share}, of its class {class_share})"
-    return f"{cause_words} ({cause_share}), its class {class_words} ({class_share})"
-
-
-def _in_words(share: float) -> str:
-    return next(words for least, words in _CONFIDENCE_WORDS if share >= least)
 
 
 def tone(verdict: Verdict) -> Tone:

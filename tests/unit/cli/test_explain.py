@@ -68,7 +68,7 @@ def test_a_log_is_explained_with_evidence_and_fix(log):
     assert explained.exit_code == WRONG_SHAPE
     for part in (
         "H965",
-        "very likely",
+        "likely, from",
         SHAPES,
         "train.log:4",
         "What to change",
@@ -78,7 +78,7 @@ def test_a_log_is_explained_with_evidence_and_fix(log):
 
 
 def test_an_exception_that_no_signature_knows_is_a_fact_without_advice(tmp_path):
-    """Text shows neither a probability nor a fix; JSON keeps the confidence, and an empty fix."""
+    """The text shows neither a certainty nor a fix, and both are empty in JSON."""
     path = tmp_path / "train.log"
     path.write_text(LOG.replace(SHAPES, "no such head"))
 
@@ -90,8 +90,7 @@ def test_an_exception_that_no_signature_knows_is_a_fact_without_advice(tmp_path)
     assert "likely" not in shown
     assert "Do:" not in shown
     assert "What to change" not in shown
-    assert (verdict["cause"], verdict["fix"]) == ("H1608", "")
-    assert 0 < verdict["confidence"] < verdict["class_confidence"]
+    assert (verdict["cause"], verdict["fix"], verdict["certainty"]) == ("H1608", "", None)
 
 
 def test_an_exception_that_was_caught_is_only_inferred_to_be_the_cause(tmp_path):
@@ -132,7 +131,7 @@ def test_what_to_do_is_a_sentence_that_is_cut_at_a_word():
         out = Console(record=True, width=300, file=io.StringIO())
         print_verdict(
             out,
-            Verdict(cause="H965", family="device", title="t", summary="", fix=fix, confidence=0.5),
+            Verdict(cause="H965", family="device", title="t", summary="", fix=fix),
             "x",
         )
         assert shown in out.export_text().splitlines()
@@ -267,9 +266,9 @@ def test_markup_in_a_verdict_stays_text():
         title=evil,
         summary=evil,
         fix=evil,
-        confidence=0.5,
+        certainty="likely",
         evidence=(Exhibit(text=evil, source=evil),),
-        runner_up=("H901", evil, 0.1),
+        runner_up=("H901", evil),
         tried=(evil,),
         missing=(evil,),
     )

@@ -295,7 +295,7 @@ def test_without_any_stack_the_kernel_alone_is_asked() -> None:
     assert (judged(blind).kind, judged(blind).frame) == ("socket", None)
     assert judged(process(ThreadLook(main=True), state="D")).kind == "I/O"
     nothing = judged(Examined(pid=1, judged=True))
-    assert (nothing.kind, nothing.confidence) == ("unknown", 0.3)
+    assert (nothing.kind, nothing.certainty) == ("unknown", "a guess")
 
 
 @pytest.mark.parametrize(("facts", "waits"), CASES["kernel"])

@@ -211,7 +211,7 @@ def test_an_exception_in_the_log_and_in_the_recording_is_one(run):
     assert len(statement.frames) == 2
     verdict = judge(facts)
     assert (verdict.cause, verdict.rank, verdict.step) == ("H965", 2, 12)
-    assert verdict.confidence > 0.75
+    assert verdict.certainty == "likely"
     assert "phase forward backward" in verdict.summary
 
 
@@ -491,7 +491,7 @@ FINDING = {
     "rule": "H825",
     "severity": "advice",
     "about": "cause",
-    "confidence": 0.8,
+    "certainty": "likely",
     "what": "the weights moved too far",
     "fix": "lower the learning rate.",
     "where": "",

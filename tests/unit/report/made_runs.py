@@ -227,7 +227,7 @@ VERDICT: dict[str, Any] = {
         " features and the layer expects 128. The first 299 batches had 128."
     ),
     "fix": "Look at the batch that the loader gave at step 300; pad or drop what has 80 mel bands.",
-    "confidence": 0.93,
+    "certainty": "certain",
     "evidence": [
         {
             "text": "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)",
@@ -244,7 +244,7 @@ VERDICT: dict[str, Any] = {
             "rank": None,
         },
     ],
-    "runner_up": ["H975", "a tensor has another dtype than the weights", 0.04],
+    "runner_up": ["H975", "a tensor has another dtype than the weights"],
     "tried": [],
     "missing": [],
     "restart": "stop",

@@ -124,14 +124,14 @@ def test_damaged_json_files_leave_the_rest(tmp_path):
     (run / SUPERVISED_FILE).write_bytes(b"\xff\x00{")
     next((run / PROCESSES_FOLDER).glob("*/process.json")).write_text('{"pid": "x", "started": []}')
     (run / VERDICT_FILE).write_text(
-        json.dumps({"cause": 7, "evidence": "x", "confidence": "high", "runner_up": 3})
+        json.dumps({"cause": 7, "evidence": "x", "certainty": "high", "runner_up": 3})
     )
     picture = gather(run)
     assert len(picture.lanes) == 1
-    assert (picture.verdict.cause, picture.verdict.family, picture.verdict.confidence) == (
+    assert (picture.verdict.cause, picture.verdict.family, picture.verdict.certainty) == (
         "7",
         "unknown",
-        0.0,
+        None,
     )
 
 

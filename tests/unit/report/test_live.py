@@ -279,7 +279,7 @@ def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
     )
     assert waits[:6] == [0.5] * 6
     assert run_now.state == "ended"
-    assert "How sure: almost certain (93%)" in screen.getvalue()
+    assert "Cause: certain" in screen.getvalue()
     assert (run / VERDICT_FILE).exists()
 
 

@@ -91,7 +91,7 @@ def hostile_run(path):
     verdict |= {
         "tried": list(HOSTILE),
         "missing": list(HOSTILE),
-        "runner_up": ["<b>", everything, 0.1],
+        "runner_up": ["<b>", everything],
     }
     (run / VERDICT_FILE).write_text(json.dumps(verdict))
     events = [happened(text, number, 1, **{text: text}) for number, text in enumerate(HOSTILE)]
@@ -133,7 +133,7 @@ def test_the_page_tells_what_happened(tmp_path):
         "A matrix product got shapes that do not fit",
         "The training stopped at step 300 in the forward pass",
         "proj",
-        "almost certain (93%)",
+        "Cause: certain",
         "pad or drop what has 80 mel bands",
         "mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)",
         "model.py:31 in forward",

@@ -35,7 +35,7 @@ def verdict(
         "family": family,
         "changes": tuple(changes.items()),
     }
-    return Verdict(cause=cause, title="t", summary="s", fix="f", confidence=0.9, **values)
+    return Verdict(cause=cause, title="t", summary="s", fix="f", **values)
 
 
 def past(

@@ -55,7 +55,7 @@ class Copier:
         """Record that the store cannot be used, unless that is recorded already."""
         if self._failed_at is None:
             self._failed_at = time.monotonic()
-            self._emit(run_events.MirrorUnreachable(error=describe(error)))
+            self._emit(run_events.MirrorFailed(error=describe(error)))
 
     def offer(self, entry: Entry) -> None:
         """Copy a checkpoint as soon as possible, instead of any older one. Returns at once."""
@@ -179,4 +179,4 @@ class Copier:
         if self._failed_at is not None:
             seconds = time.monotonic() - self._failed_at
             self._failed_at = None
-            self._emit(run_events.MirrorReachable(seconds=round(seconds, 3)))
+            self._emit(run_events.MirrorRecovered(seconds=round(seconds, 3)))

@@ -220,7 +220,7 @@ class Hang(HangSuspected):
 
     hang_kind: str
     signature: str
-    confidence: float
+    certainty: str
     blamed_pid: int
     blamed_role: str
     frame: str

@@ -761,10 +761,10 @@ class MirrorPulled(EventData):
         )
 
 
-class MirrorUnreachable(Failed):
+class MirrorFailed(Failed):
     """The mirror could not be used. Training continues, and copying is tried again.
 
-    This is recorded once, until `MirrorReachable` follows.
+    This is recorded once, until `MirrorRecovered` follows.
     """
 
     summary: ClassVar[str] = (
@@ -772,7 +772,7 @@ class MirrorUnreachable(Failed):
     )
 
 
-class MirrorReachable(EventData):
+class MirrorRecovered(EventData):
     """A checkpoint was copied to the mirror again, `seconds` after the first failure."""
 
     seconds: float

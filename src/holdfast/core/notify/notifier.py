@@ -49,7 +49,8 @@ class Notifier:
 
     Args:
         receiver: The receiver.
-        on_failure: Called if a message could not be sent, in the thread that has tried it.
+        on_failure: Called with every message that could not be sent, in the thread that has tried
+            it. If it was not even tried, this is the thread that called `send`.
     """
 
     def __init__(self, receiver: Receiver, on_failure: OnFailure) -> None:
@@ -64,14 +65,18 @@ class Notifier:
 
     def send(self, message: Message) -> None:
         """Send a message in the background. This takes about a millisecond, and never fails."""
+        refusal = ""
         with self._changed:
-            is_full = len(self._waiting) >= _MOST_WAITING
-            if not is_full:
+            if self._close_at is not None:
+                refusal = "the run has ended"
+            elif len(self._waiting) >= _MOST_WAITING:
+                refusal = "too many messages are waiting"
+            else:
                 self._waiting.append(message)
                 self._changed.notify_all()
                 self._start_thread()
-        if is_full:
-            self._on_failure(message, "too many messages are waiting")
+        if refusal:
+            self._on_failure(message, refusal)
 
     def _start_thread(self) -> None:
         if self._thread is not None:
@@ -95,17 +100,19 @@ class Notifier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(seconds + 10 * _POLL_SECONDS)
-        while self._waiting:
-            self._send_with_retries(self._waiting.popleft())
+        # The thread may not have been started, or may still be busy with a slow receiver.
+        self._run()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._close_at is not None)
-                if not self._waiting:
-                    return
-                message = self._waiting.popleft()
+        """Send messages until `close` has begun and none is waiting."""
+        while (message := self._next_message()) is not None:
             self._send_with_retries(message)
+
+    def _next_message(self) -> Message | None:
+        """Wait for a message and remove it from the queue, or return None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._close_at is not None)
+            return self._waiting.popleft() if self._waiting else None
 
     def _send_with_retries(self, message: Message) -> None:
         failure = self._deliver(message)

@@ -244,8 +244,9 @@ class Policy:
     stop_signals: kinds.StopSignals = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
     """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop.
     After SIGINT (Ctrl-C), `batches` then raises KeyboardInterrupt. A second signal ends the process
-    immediately; in a notebook, a second SIGINT raises KeyboardInterrupt instead. If SIGHUP or
-    SIGINT is ignored when the guard is created (``nohup``, a background job), it stays ignored."""
+    immediately, except SIGUSR1 and SIGUSR2, which are then ignored. In a notebook, a second SIGINT
+    raises KeyboardInterrupt instead. If SIGHUP or SIGINT is ignored when the guard is created
+    (``nohup``, a background job), it stays ignored."""
 
     max_time: kinds.TimeLimit = "auto"
     """The time from the start of the process by which the run must have stopped: ``"11h30m"``,

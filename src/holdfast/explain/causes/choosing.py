@@ -8,27 +8,18 @@ The first rule that applies wins. Rules that rely on the most certain evidence c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from holdfast.explain.causes.candidate import CandidateCause, Tier
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.ends import End
+from holdfast.explain.certainty import Certainty, lowered
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
-from holdfast.explain.observations import count_kernel_kills
+from holdfast.explain.observations import count_kernel_kills, log_shows_full_host_memory
 from holdfast.explain.signatures import WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Family, Signature
-
-# Among recorded failures in which the kernel counted an out-of-memory kill, the fraction that this
-# kill caused.
-_KERNEL_KILL_CONFIDENCE = 0.93
-# Subtracted from the confidence if a signal from another process could also explain the end.
-_PENALTY_FOR_A_SIGNAL = 0.15
-# Subtracted from the confidence if a failure of another family could also explain the end.
-_PENALTY_FOR_A_RIVAL = 0.1
-# Subtracted from the confidence if a traced leak is named as the cause of an out-of-memory error.
-_PENALTY_FOR_A_LEAK = 0.05
 
 _ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
 # Causes that only state how the process ended, not why.
@@ -37,6 +28,8 @@ _UNEXPLAINED_ENDS = frozenset(
 )
 # Causes that blame the kernel without evidence from its out-of-memory kill counter.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
+# Causes for which the kernel or the scheduler says that it killed a process for its memory.
+_LOGGED_KILLS = frozenset({endings.OUT_OF_MEMORY_KILL, endings.MEMORY_LIMIT})
 # Families of failures that may lead to a signal that ends the process.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
@@ -75,7 +68,7 @@ class Choice:
     """
 
     signature: Signature
-    confidence: float
+    certainty: Certainty
     candidate: CandidateCause | None = None
 
 
@@ -94,7 +87,7 @@ def choose(case: Case) -> Choice:
         relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
-        choice = Choice(signature=all_signatures()[endings.UNKNOWN], confidence=0.0)
+        choice = Choice(signature=all_signatures()[endings.UNKNOWN], certainty="a guess")
     return _clear_kernel_without_kills(case, _prefer_traced_leak(case, choice))
 
 
@@ -151,7 +144,7 @@ def ended_well(case: Case) -> Choice | None:
     if case.end.cause == WELL.id:
         # Do not load the catalog of signatures: loading it takes as long as all other steps of
         # `holdfast explain` together.
-        return Choice(signature=WELL, confidence=case.end.confidence)
+        return Choice(signature=WELL, certainty=case.end.certainty)
     return how_it_ended(case)
 
 
@@ -200,8 +193,57 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
         return None
     return Choice(
         signature=all_signatures()[endings.OUT_OF_MEMORY_KILL],
-        confidence=_KERNEL_KILL_CONFIDENCE,
+        certainty="likely",
         candidate=root or case.cascade,
+    )
+
+
+def killed_by_the_kernel_in_the_log(case: Case) -> Choice | None:
+    """If the kernel or the scheduler logged an out-of-memory kill, choose it.
+
+    An error before it, such as a CUDA out-of-memory error, was survived.
+    """
+    for root in case.roots:
+        if root.signature.id in _LOGGED_KILLS and root.tier <= Tier.NOT_CONTINUED:
+            return Choice(signature=root.signature, certainty=root.certainty, candidate=root)
+    return None
+
+
+def failed_before_the_time_limit(case: Case) -> Choice | None:
+    """If an exception ended a process before the scheduler ended the job, choose the exception.
+
+    The other processes of the job have then waited for the one that failed.
+    """
+    if case.root is None or case.root.signature.id != endings.SCHEDULER:
+        return None
+    for root in case.roots:
+        is_earlier = root.statement.position < case.root.statement.position
+        is_failure = root.statement.kind == "exception" and root.tier <= Tier.NOT_CONTINUED
+        if is_failure and is_earlier:
+            certainty = lowered(root.certainty)
+            return Choice(signature=root.signature, certainty=certainty, candidate=root)
+    return None
+
+
+def killed_with_full_host_memory(case: Case) -> Choice | None:
+    """If a process was killed and its log shows that host memory was nearly full, blame the kernel.
+
+    The log of DeepSpeed shows this. Its launcher says that it kills all processes, but not always
+    that one of them was killed before.
+    """
+    root = case.root
+    if root is not None and root.signature.id != endings.KILLED_UNCOUNTED:
+        return None
+    was_killed = root is not None or case.end.cause == endings.KILLED
+    launcher = next((each for each in case.cascades if each.signature.id == endings.LAUNCHER), None)
+    if not was_killed and launcher is None:
+        return None
+    if not log_shows_full_host_memory(case.evidence):
+        return None
+    return Choice(
+        signature=all_signatures()[endings.KILLED_UNCOUNTED],
+        certainty="likely",
+        candidate=root or launcher,
     )
 
 
@@ -219,8 +261,10 @@ def failure_in_a_statement(case: Case) -> Choice | None:
     if not _explains_end(chosen, case.end):
         return None
     rivals = (root,) if detailed is not None else case.roots
-    confidence = _confidence_given_rivals(root, case.end, rivals)
-    return Choice(signature=chosen.signature, confidence=confidence, candidate=chosen)
+    certainty = chosen.certainty
+    if _may_have_another_cause(root, case.end, rivals):
+        certainty = lowered(certainty)
+    return Choice(signature=chosen.signature, certainty=certainty, candidate=chosen)
 
 
 def consequence_in_a_statement(case: Case) -> Choice | None:
@@ -230,7 +274,7 @@ def consequence_in_a_statement(case: Case) -> Choice | None:
         return None
     if case.end.cause not in (None, endings.STATUS_ONLY):
         return None
-    return Choice(signature=cascade.signature, confidence=cascade.confidence, candidate=cascade)
+    return Choice(signature=cascade.signature, certainty=cascade.certainty, candidate=cascade)
 
 
 def signal_that_ended_it(case: Case) -> Choice | None:
@@ -246,7 +290,7 @@ def signal_that_ended_it(case: Case) -> Choice | None:
             if _says_process_was_killed(candidate):
                 return Choice(
                     signature=all_signatures()[endings.KILLED_UNCOUNTED],
-                    confidence=candidate.confidence,
+                    certainty=candidate.certainty,
                     candidate=candidate,
                 )
     return how_it_ended(case)
@@ -260,9 +304,7 @@ def weak_statement(case: Case) -> Choice | None:
     may_have_ended_it = candidate.statement.fatal is None and not candidate.is_generic
     if case.end.status is None and not may_have_ended_it:
         return None
-    return Choice(
-        signature=candidate.signature, confidence=candidate.confidence, candidate=candidate
-    )
+    return Choice(signature=candidate.signature, certainty=candidate.certainty, candidate=candidate)
 
 
 def how_it_ended(case: Case) -> Choice | None:
@@ -270,7 +312,7 @@ def how_it_ended(case: Case) -> Choice | None:
     if case.end.cause is None:
         return None
     signature = all_signatures()[case.end.cause]
-    return Choice(signature=signature, confidence=case.end.confidence)
+    return Choice(signature=signature, certainty=case.end.certainty)
 
 
 RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
@@ -281,6 +323,9 @@ RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
 RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     hung_or_was_stopped,
     killed_by_the_kernel_for_memory,
+    killed_by_the_kernel_in_the_log,
+    failed_before_the_time_limit,
+    killed_with_full_host_memory,
     failure_in_a_statement,
     consequence_in_a_statement,
     signal_that_ended_it,
@@ -366,21 +411,14 @@ def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
     return is_of_another_rank and root.signature.family in _FAMILIES_AFTER_A_KILL
 
 
-def _confidence_given_rivals(
-    root: CandidateCause, end: End, rivals: Sequence[CandidateCause]
-) -> float:
-    """Return the confidence in a root.
-
-    The confidence is lower if a signal from another process or one of the rivals could also have
-    ended the run.
-    """
-    confidence = root.confidence
+def _may_have_another_cause(
+    root: CandidateCause, end: End, rivals: Iterable[CandidateCause]
+) -> bool:
+    """Return whether a signal from another process or a rival could also have ended the run."""
     explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
     if end.signal in SIGNALS_FROM_OUTSIDE and not explains_a_signal:
-        confidence -= _PENALTY_FOR_A_SIGNAL
-    if any(_is_rival(rival, root) for rival in rivals):
-        confidence -= _PENALTY_FOR_A_RIVAL
-    return confidence
+        return True
+    return any(_is_rival(rival, root) for rival in rivals)
 
 
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
@@ -412,8 +450,8 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
             leak = all_signatures().get(signature_id)
             # A leak of host memory cannot explain why device memory ran out, and vice versa.
             if leak is not None and leak.family == choice.signature.family:
-                confidence = choice.confidence - _PENALTY_FOR_A_LEAK
-                return replace(choice, signature=leak, confidence=confidence)
+                # The leak was measured, but something else may have used up the memory.
+                return replace(choice, signature=leak, certainty="likely")
     return choice
 
 

@@ -5,9 +5,9 @@ exit statuses, signals, kernel counters, hangs, and the events that a Guard reco
 `weighing` judges statements. There are three tables of rules: for an attempt without an exit
 status, for status 0, and for a failure. In each table, the first rule that applies wins.
 
-The confidences are estimates: the fewer other explanations a sign has, the higher the confidence.
-Unlike the confidences in `candidate`, they were not measured, because the cause can be inferred
-from the end alone in only a few of the recorded failures.
+The certainties are estimates: the fewer other explanations a sign has, the higher the certainty.
+They were not measured, because the cause can be inferred from the end alone in only a few of the
+recorded failures.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TypeAlias
 from holdfast.core.events.event import Event
 from holdfast.explain import observations
 from holdfast.explain.causes.exit_signs import ExitSigns, collect_signs
+from holdfast.explain.certainty import CERTAINTIES, Certainty, least_of
 from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import exhibit_of_hang, exhibits_of_end
 from holdfast.explain.exit_status import (
@@ -62,11 +63,6 @@ _EXCEPTIONS_OF_A_STOP = frozenset(
 # script up to this many seconds before that, for example because it can no longer print, is assumed
 # to be caused by the loss of the supervisor.
 _SENTINEL_DELAY_SECONDS = 1.0
-# Confidence that training diverged. Losses in recorded steps are more reliable than printed losses.
-_CONFIDENCE_IN_RECORDED_LOSS = 0.95
-_CONFIDENCE_IN_PRINTED_LOSS = 0.8
-# Confidence in a hang if the watchdog did not record a confidence.
-_DEFAULT_CONFIDENCE_IN_A_HANG = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +71,8 @@ class End:
 
     # The id of the signature that the end suggests as the cause, or None.
     cause: str | None = None
-    # The confidence in this cause if no statement explains the end better.
-    confidence: float = 0.0
+    # How certain this cause is if no statement explains the end better.
+    certainty: Certainty = "a guess"
     # The decisive exit status: the status of the command or of the rank that failed first. None if
     # neither is known.
     status: int | None = None
@@ -141,7 +137,7 @@ def _still_running(signs: ExitSigns) -> End | None:
     alive = ", ".join(f"process {pid}" for pid in pids)
     return End(
         cause=endings.STILL_RUNNING,
-        confidence=0.95,
+        certainty="certain",
         why="it is still running",
         exhibits=(Exhibit(text=f"alive: {alive}", source="/proc"),),
     )
@@ -158,7 +154,7 @@ def _supervisor_was_killed(signs: ExitSigns) -> End | None:
         requested_at = loss.unix_seconds - _SENTINEL_DELAY_SECONDS
     return End(
         cause=endings.SUPERVISOR_LOST,
-        confidence=0.95,
+        certainty="certain",
         why="the supervisor was killed",
         stop_requested_at=requested_at,
         exhibits=(Exhibit(text=words, source=LOST_FILE),),
@@ -190,7 +186,7 @@ def _guard_closed(signs: ExitSigns) -> End | None:
         if not closing.reason or observations.source_of_reason(closing.reason):
             cause = endings.STOPPED
     exhibit = Exhibit(text="the newest events show that a Guard closed", source="guard")
-    return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
+    return End(cause=cause, certainty="likely", why=why, exhibits=(exhibit,))
 
 
 def _signal_before_the_end(signs: ExitSigns) -> End | None:
@@ -207,7 +203,7 @@ def _signal_before_the_end(signs: ExitSigns) -> End | None:
         return None
     return End(
         cause=_CAUSE_BY_SIGNAL.get(signal.Signals[name], endings.TERMINATED),
-        confidence=0.8,
+        certainty="likely",
         why=f"{name} asked its Guard to stop, and the process ended before the Guard could do so",
         stop_requested_at=event.unix_seconds,
         exhibits=(
@@ -223,7 +219,7 @@ def _output_says_done(signs: ExitSigns) -> End | None:
     words = "its last lines say that training is done"
     return End(
         cause=endings.ENDED_WELL,
-        confidence=0.8,
+        certainty="likely",
         why=words,
         exhibits=(Exhibit(text=words, source=signs.evidence.source),),
     )
@@ -262,7 +258,7 @@ def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
         return None
     return End(
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
-        confidence=0.85,
+        certainty="likely",
         why=f"it ended with status 0 after the user sent {signal_name(number)}",
         well=True,
     )
@@ -281,7 +277,9 @@ def _hidden_failure(signs: ExitSigns) -> End | None:
 
 def _ended_well(_: ExitSigns) -> End | None:
     """Return "ended well", because nothing contradicts the exit status."""
-    return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
+    return End(
+        cause=endings.ENDED_WELL, certainty="certain", why="it ended with status 0", well=True
+    )
 
 
 _RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
@@ -299,11 +297,12 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
     lost = evidence.lost
     if lost is None or not lost.exploded:
         return end
-    limit = _CONFIDENCE_IN_PRINTED_LOSS if lost.log else _CONFIDENCE_IN_RECORDED_LOSS
+    # Losses in recorded steps are more reliable than printed ones.
+    limit: Certainty = "likely" if lost.log else "certain"
     return replace(
         end,
         cause=endings.TRAINING_LOST,
-        confidence=min(end.confidence, limit),
+        certainty=least_of([end.certainty, limit]),
         why=f"{end.why}, but {lost.sentence()}",
     )
 
@@ -319,19 +318,25 @@ def _hung(signs: ExitSigns) -> End | None:
     cause = hang.data.get("signature")
     if not isinstance(cause, str) or cause not in all_signatures():
         cause = endings.STUCK
-    confidence = hang.data.get("confidence")
-    if not isinstance(confidence, (int, float)):
-        confidence = _DEFAULT_CONFIDENCE_IN_A_HANG
     why = hang.data.get("sentence")
     if not isinstance(why, str):
         why = f"no progress in phase {hang.data.get('phase')}"
     return End(
         cause=cause,
-        confidence=min(max(float(confidence), 0.05), 0.99),
+        certainty=_certainty_of_hang(hang),
         why=why,
         exhibits=(exhibit_of_hang(hang),),
         stop_requested_at=signs.stop_requested_at,
     )
+
+
+def _certainty_of_hang(hang: Event) -> Certainty:
+    """Return how certain the watchdog was; "a guess" if the recording is damaged."""
+    recorded = hang.data.get("certainty")
+    for certainty in CERTAINTIES:
+        if certainty == recorded:
+            return certainty
+    return "a guess"
 
 
 def _ended_by_another_host(signs: ExitSigns) -> End | None:
@@ -343,7 +348,7 @@ def _ended_by_another_host(signs: ExitSigns) -> End | None:
         if event.kind == "ended_elsewhere":
             return End(
                 cause=endings.ELSEWHERE,
-                confidence=0.9,
+                certainty="likely",
                 why=f"another host ended the attempt ({event.data.get('why')})",
                 stop_requested_at=event.unix_seconds,
             )
@@ -370,7 +375,7 @@ def _could_not_save(signs: ExitSigns) -> End | None:
         return None
     return End(
         cause=endings.NOT_SAVED,
-        confidence=0.97,
+        certainty="certain",
         why=f"it ended with status {signs.status} because its Guard could not save",
         stop_requested_at=signs.stop_requested_at,
     )
@@ -390,7 +395,7 @@ def _stopped_by_user(signs: ExitSigns) -> End | None:
         how = "was terminated by this signal"
     return End(
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
-        confidence=0.95,
+        certainty="certain",
         why=f"the user sent {signal_name(number)}, and the command {how}",
         stop_requested_at=signs.stop_requested_at,
     )
@@ -406,8 +411,8 @@ def _exit_code(signs: ExitSigns) -> End | None:
         return None
     why = f"it ended with status {status}"
     if status in _COMMAND_NOT_EXECUTED and signs.evidence.phase is None:
-        return End(cause=endings.NEVER_STARTED, confidence=0.8, why=why)
-    return End(cause=endings.STATUS_ONLY, confidence=0.5, why=why)
+        return End(cause=endings.NEVER_STARTED, certainty="likely", why=why)
+    return End(cause=endings.STATUS_ONLY, certainty="a guess", why=why)
 
 
 def _killed(signs: ExitSigns) -> End | None:
@@ -420,14 +425,14 @@ def _killed(signs: ExitSigns) -> End | None:
     why = _which_signal_ended_it(signs)
     if signs.kernel_kills:
         count = f"the kernel's out-of-memory kill counter rose by {signs.kernel_kills}"
-        return End(cause=endings.OUT_OF_MEMORY_KILL, confidence=0.95, why=f"{why}, and {count}")
+        return End(cause=endings.OUT_OF_MEMORY_KILL, certainty="certain", why=f"{why}, and {count}")
     if signs.kernel_kills == 0:
-        return End(cause=endings.KILLED, confidence=0.7, why=why)
+        return End(cause=endings.KILLED, certainty="likely", why=why)
     # The kernel's counter could not be read.
     if observations.host_memory_was_running_out(signs.evidence):
         why += " while memory was running out"
-        return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
-    return End(cause=endings.KILLED, confidence=0.5, why=why)
+        return End(cause=endings.KILLED_UNCOUNTED, certainty="likely", why=why)
+    return End(cause=endings.KILLED, certainty="a guess", why=why)
 
 
 def _ended_by_a_signal(signs: ExitSigns) -> End | None:
@@ -436,7 +441,7 @@ def _ended_by_a_signal(signs: ExitSigns) -> End | None:
         return None
     return End(
         cause=_CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL),
-        confidence=0.75,
+        certainty="likely",
         why=_which_signal_ended_it(signs),
     )
 
@@ -480,7 +485,7 @@ def _end_of_stop(request: Event, *, status: int) -> End:
     )
     return End(
         cause=endings.STOPPED,
-        confidence=0.95,
+        certainty="certain",
         why=why,
         stop_requested_at=request.unix_seconds,
         exhibits=(exhibit,),

@@ -12,6 +12,8 @@ from holdfast.explain.signatures.matching import best_kind, match_all
 
 # Patterns of words that mark a line as an error, from the most to the least certain.
 _WORDS_OF_ERRORS = (
+    # The class of an exception in the midst of other words, as in "RuntimeError appeared: ..."
+    re.compile(r"[A-Z]\w{2,60}(?:Error|Exception)(?: \w{1,20})?\s?:"),
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
         r" (?:code|#)|error[:=<])"
@@ -43,7 +45,8 @@ _WORDS_OF_ERRORS = (
 _NO_ERROR = re.compile(
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
     r" _]rate\b|^\s*\{"
-    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b|^srun: error: .{1,200}: Exited with exit code",
+    r"|\bLmod\b|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b"
+    r"|^srun: error: .{1,200}: Exited with exit code",
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")
@@ -111,7 +114,7 @@ def _certainty(text: str, *, only_certain: bool) -> int | None:
     """
     if _NO_ERROR.search(text) or is_progress(text):
         return None
-    words_of_errors = _WORDS_OF_ERRORS[:1] if only_certain else _WORDS_OF_ERRORS
+    words_of_errors = _WORDS_OF_ERRORS[:2] if only_certain else _WORDS_OF_ERRORS
     for index, words in enumerate(words_of_errors):
         if words.search(text):
             return index

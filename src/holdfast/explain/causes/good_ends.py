@@ -24,9 +24,6 @@ from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
-# Confidence in problems that were found by measuring the loss, the step time or the memory use.
-_CONFIDENCE_IN_MEASUREMENTS = 0.9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
@@ -36,14 +33,12 @@ class Shortfall:
         id: The id of the problem's signature.
         title: A short description of the problem with numbers, used as the verdict's title.
         sentence: A sentence about the problem for the verdict's summary.
-        confidence: The confidence in the problem, from 0 to 1.
         exhibits: The evidence for the problem.
     """
 
     id: str
     title: str
     sentence: str
-    confidence: float = _CONFIDENCE_IN_MEASUREMENTS
     exhibits: tuple[Exhibit, ...] = ()
 
     @property
@@ -170,7 +165,6 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
         id=endings.NOT_JUDGED,
         title=title,
         sentence=f"holdfast could not judge whether the model learned: {reason}.",
-        confidence=0.0,
     )
 
 

@@ -75,6 +75,7 @@ def _signature_of(rule: RulePage, statement: Statement) -> Signature:
         title=rule.title,
         family=_family_of(rule.id),
         rank=_SIGNATURE_RANK,
+        certainty="certain",
         role="cascade" if is_cascade else "root",
         restart="retry" if is_cascade else "stop",
         means=_in_one_line(rule.text.split("\n\n")[0]),

@@ -10,6 +10,7 @@ process.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ _LOUD_RANK = 20
 # Tracebacks that are at most this many lines apart are assumed to report the same failure, such as
 # the tracebacks of a child process and of its parent.
 _BURST_LINES = 150
+_NUMBER = re.compile(r"\d+")
 # Classes of exceptions that only repeat the traceback of another exception.
 _REPETITIONS = frozenset(
     {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
@@ -248,11 +250,18 @@ def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
 
 
 def _first_original(chain: Sequence[Statement]) -> int | None:
-    """Return the index of the first exception that does not merely repeat another one, or None."""
+    """Return the index of the first exception that does not merely repeat another one, or None.
+
+    An exception that a script raised on purpose while it handled another one counts as the first,
+    because its message was written for this case.
+    """
+    first = None
     for index, statement in enumerate(chain):
-        if statement.exception not in _REPETITIONS:
-            return index
-    return None
+        if statement.exception in _REPETITIONS:
+            continue
+        if first is None or statement.replaces_cause:
+            first = index
+    return first
 
 
 # --- Failures without a signature -----------------------------------------------------------------
@@ -321,8 +330,8 @@ def _fallback_signature(statement: Statement) -> Signature:
 class _LaterFailures:
     """The failures that a rank reported after the traceback that is being judged."""
 
-    # The position of the earliest traceback that is known to be part of the process's end.
-    position: int | None = None
+    # The earliest traceback that is known to be part of the process's end.
+    earliest: Statement | None = None
     # Whether these failures include a root that may have ended the process.
     include_root: bool = False
 
@@ -348,7 +357,7 @@ def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[Can
         later = later_by_rank[statement.rank]
         judged = replace(candidate, tier=_tier_given_later_failures(candidate, later))
         if judged.tier == Tier.NOT_CONTINUED:
-            later.position = statement.position
+            later.earliest = statement
         if not judged.is_caught and judged.signature.role == "root":
             later.include_root = True
         result.append(judged)
@@ -360,10 +369,24 @@ def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures)
     """Return the tier of a candidate, given the failures that the same rank reported after it."""
     last = candidate.chain[-1]
     if candidate.tier == Tier.NOT_CONTINUED:
-        position = candidate.statement.position
-        is_far = later.position is not None and later.position - position > _BURST_LINES
+        is_far = later.earliest is not None and _is_far(candidate.statement, later.earliest)
         continued = last.resumed and later.include_root
         return Tier.CAUGHT if is_far or continued else candidate.tier
     if last.overtaken and not later.include_root:
         return Tier.OTHER_LINE
     return candidate.tier
+
+
+def _is_far(statement: Statement, later: Statement) -> bool:
+    """Return whether a traceback is too far from a later one to report the same failure.
+
+    A traceback that is printed thousands of times, of which only some are kept, is never far.
+    """
+    repeats = later.exception == statement.exception and (
+        _without_numbers(later.text) == _without_numbers(statement.text)
+    )
+    return not repeats and later.position - statement.position > _BURST_LINES
+
+
+def _without_numbers(text: str) -> str:
+    return _NUMBER.sub("#", text)

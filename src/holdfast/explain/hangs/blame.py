@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from holdfast.explain.certainty import Certainty, rank_of
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.classification import (
     HangKind,
@@ -64,8 +65,8 @@ class HangDiagnosis:
 
     # How the blamed process hangs.
     kind: HangKind
-    # The confidence in the diagnosis, from 0 to 1.
-    confidence: float
+    # How certain the diagnosis is.
+    certainty: Certainty
     # The process to blame.
     process: Examined
     # The frame in which the blamed process hangs, in user code if possible; None if unknown.
@@ -128,7 +129,7 @@ def diagnose_hang(
     waits_for_loader = blame.in_worker or blame.hang.kind == "loader"
     return HangDiagnosis(
         kind=blame.hang.kind,
-        confidence=blame.hang.confidence,
+        certainty=blame.hang.certainty,
         process=blame.process,
         frame=blame.hang.frame,
         odd_one_out=odd_one_out,
@@ -248,7 +249,7 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame
         return blame
     lost_batch = ProcessHang(
         kind="loader",
-        confidence=0.7,
+        certainty="likely",
         frame=user_frame(trainer.last.main.frames),
         activity="waits for a batch that no worker is making",
     )
@@ -281,12 +282,12 @@ def _is_busy(worker: Examined) -> bool:
     return bool(worker.last.main.frames) and not is_idle_worker(worker)
 
 
-def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
+def _order_of_suspicion(worker: Examined) -> tuple[int, int]:
     """Return a sort key that puts stopped workers first, then blocked, then computing workers."""
     hang = classify_process(worker, group_size=1)
     if hang.kind == "stopped":
-        return 0, -hang.confidence
-    return (2 if hang.moving else 1), -hang.confidence
+        return 0, rank_of(hang.certainty)
+    return (2 if hang.moving else 1), rank_of(hang.certainty)
 
 
 def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
@@ -301,7 +302,7 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
         return blame
     slow = ProcessHang(
         kind="merely slow",
-        confidence=0.6,
+        certainty="a guess",
         frame=blame.hang.frame,
         activity="waits for a process that is working",
         moving=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from holdfast.explain.certainty import Certainty
 from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.evidence import Examined, ThreadLook, Waits, clean
 from holdfast.explain.hangs.frames import (
@@ -76,8 +77,8 @@ class ProcessHang:
     """How one process hangs."""
 
     kind: HangKind
-    # The confidence in `kind`, from 0 to 1.
-    confidence: float
+    # How certain `kind` is.
+    certainty: Certainty
     # The frame at which the process hangs, or None if unknown.
     frame: Frame | None
     # What the process does, as the predicate of a sentence about it, such as "waits for a file".
@@ -97,7 +98,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         by_debugger = process.last.state == _STOPPED_BY_DEBUGGER
         return ProcessHang(
             kind="stopped",
-            confidence=0.98,
+            certainty="certain",
             frame=user_frame(process.last.main.frames),
             activity="was stopped by a debugger" if by_debugger else "was stopped by a signal",
         )
@@ -106,7 +107,7 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         # This check comes first because a Guard polls while it waits, which looks like computing.
         return ProcessHang(
             kind="collective",
-            confidence=0.9,
+            certainty="likely",
             frame=user_frame(process.last.main.frames),
             activity=f"waits for the other ranks in {call}",
         )
@@ -240,12 +241,16 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
     native = thread.process.native
     if not stacks:
         return ProcessHang(
-            kind="merely slow", confidence=0.4, frame=None, activity="uses a processor", moving=True
+            kind="merely slow",
+            certainty="a guess",
+            frame=None,
+            activity="uses a processor",
+            moving=True,
         )
     if thread.group_size > 1 and any_file_matches(COLLECTIVE, called_by_user(stacks[-1])):
         return ProcessHang(
             kind="collective",
-            confidence=0.8,
+            certainty="likely",
             frame=thread.common_frame,
             activity="waits in a collective, polling",
         )
@@ -256,7 +261,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
         where = f" ({clean(native[0])})" if native else " or in a loop on one line"
         return ProcessHang(
             kind="native code",
-            confidence=0.9 if native else 0.6,
+            certainty="likely" if native else "a guess",
             frame=thread.common_frame,
             activity=f"is using a processor in native code{where}",
             moving=True,
@@ -264,7 +269,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
     if any(any_file_matches(TORCH, called_by_user(stack)) for stack in stacks):
         return ProcessHang(
             kind="merely slow",
-            confidence=0.6,
+            certainty="a guess",
             frame=thread.common_frame,
             activity="is computing (its stack changes)",
             moving=True,
@@ -291,29 +296,29 @@ def _waiting_for_the_gpu(thread: _BlamedThread) -> ProcessHang:
     if thread.group_size > 1:
         return ProcessHang(
             kind="collective",
-            confidence=0.5,
+            certainty="a guess",
             frame=thread.common_frame,
             activity="waits for the GPU, which waits for other ranks",
         )
     return ProcessHang(
-        kind="GPU sync", confidence=0.75, frame=thread.common_frame, activity="waits for the GPU"
+        kind="GPU sync", certainty="likely", frame=thread.common_frame, activity="waits for the GPU"
     )
 
 
 def _looping(thread: _BlamedThread) -> ProcessHang:
     """Classify the hang of a thread that loops in Python code without calling torch."""
     activity = "is in a loop"
-    confidence = 0.6
+    certainty: Certainty = "a guess"
     frames = [user_frame(stack) for stack in thread.stacks]
     functions = {(frame.file, frame.function) for frame in frames if frame is not None}
     if len(functions) == 1:
-        confidence = 0.85
+        certainty = "likely"
     if thread.stack_is_constant:
         activity = "is in a loop on one line or in a built-in function"
-        confidence = 0.7
+        certainty = "likely"
     return ProcessHang(
         kind="Python loop",
-        confidence=confidence,
+        certainty=certainty,
         frame=thread.common_frame,
         activity=activity,
         moving=True,
@@ -332,7 +337,7 @@ def _merely_slow(thread: _BlamedThread) -> ProcessHang | None:
         return None
     return ProcessHang(
         kind="merely slow",
-        confidence=0.6,
+        certainty="a guess",
         frame=thread.common_frame,
         activity="is working but mostly waiting",
         moving=True,
@@ -347,7 +352,7 @@ def _blocked(thread: _BlamedThread) -> ProcessHang:
         where = f" (in its thread {clean(thread.newest.name) or thread.newest.tid})"
     return ProcessHang(
         kind=way.kind,
-        confidence=way.confidence,
+        certainty=way.certainty,
         frame=user_frame(thread.newest.frames),
         activity=way.activity + where,
     )
@@ -361,7 +366,7 @@ class _WayOfWaiting:
     """
 
     kind: HangKind
-    confidence: float
+    certainty: Certainty
     activity: str
     # Condition: user code has called a function in a file that matches this pattern.
     calls: re.Pattern[str] | None = None
@@ -394,45 +399,49 @@ class _WayOfWaiting:
 # The first entry that fits wins. Conditions on frames take precedence over the kernel's report if
 # both are conclusive. The last entries are for systems on which the kernel reports nothing.
 _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
-    _WayOfWaiting("collective", 0.9, "waits in a collective", calls=COLLECTIVE),
-    _WayOfWaiting("collective", 0.9, "waits in a collective", calls=BACKWARD, in_group=True),
-    _WayOfWaiting("OpenMP", 0.95, "waits for OpenMP threads", waits="openmp"),
+    _WayOfWaiting("collective", "likely", "waits in a collective", calls=COLLECTIVE),
+    _WayOfWaiting("collective", "likely", "waits in a collective", calls=BACKWARD, in_group=True),
+    _WayOfWaiting("OpenMP", "certain", "waits for OpenMP threads", waits="openmp"),
     _WayOfWaiting(
         "native code",
-        0.9,
+        "likely",
         "waits in native code and holds the interpreter's lock",
         holds_interpreter_lock=True,
     ),
-    _WayOfWaiting("queue", 0.9, "waits for a queue", calls=QUEUE, waits_not="child"),
-    _WayOfWaiting("process", 0.9, "waits for a process", calls=CHILD_PROCESS),
+    _WayOfWaiting("queue", "likely", "waits for a queue", calls=QUEUE, waits_not="child"),
+    _WayOfWaiting("process", "likely", "waits for a process", calls=CHILD_PROCESS),
     _WayOfWaiting(
         "pipe",
-        0.8,
+        "likely",
         "waits for a message from another process",
         calls=CONNECTION,
         waits_not="child",
     ),
-    _WayOfWaiting("socket", 0.8, "waits for a connection or a pipe", calls=NETWORK, waits="poll"),
-    _WayOfWaiting("socket", 0.5, "waits for a connection or a pipe", waits="poll"),
-    _WayOfWaiting("GPU sync", 0.8, "waits for the GPU", waits="device", uses_gpu=True),
-    _WayOfWaiting("I/O", 0.6, "waits for a device", waits="device"),
-    _WayOfWaiting("GPU sync", 0.7, "waits for the GPU", calls=CUDA, waits="futex", uses_gpu=True),
-    _WayOfWaiting("process", 0.9, "waits for a process to end", waits="child"),
-    _WayOfWaiting("pipe", 0.9, "waits for a pipe that nobody writes to", waits="pipe read"),
+    _WayOfWaiting(
+        "socket", "likely", "waits for a connection or a pipe", calls=NETWORK, waits="poll"
+    ),
+    _WayOfWaiting("socket", "a guess", "waits for a connection or a pipe", waits="poll"),
+    _WayOfWaiting("GPU sync", "likely", "waits for the GPU", waits="device", uses_gpu=True),
+    _WayOfWaiting("I/O", "a guess", "waits for a device", waits="device"),
+    _WayOfWaiting(
+        "GPU sync", "likely", "waits for the GPU", calls=CUDA, waits="futex", uses_gpu=True
+    ),
+    _WayOfWaiting("process", "likely", "waits for a process to end", waits="child"),
+    _WayOfWaiting("pipe", "likely", "waits for a pipe that nobody writes to", waits="pipe read"),
     _WayOfWaiting(
         "pipe",
-        0.9,
+        "likely",
         "waits to write to a full pipe that nobody reads",
         waits="pipe write",
     ),
-    _WayOfWaiting("socket", 0.9, "waits for the other end of a connection", waits="socket"),
-    _WayOfWaiting("I/O", 0.9, "waits for a lock on a file", waits="file lock"),
-    _WayOfWaiting("I/O", 0.9, "waits for a file", waits="file"),
-    _WayOfWaiting("sleep", 0.9, "sleeps", waits="sleep"),
-    _WayOfWaiting("sleep", 0.9, "waits for a signal", waits="signal"),
-    _WayOfWaiting("lock", 0.85, "waits for a lock", waits="futex"),
-    _WayOfWaiting("lock", 0.6, "waits for a lock or a thread", calls=THREADS),
-    _WayOfWaiting("socket", 0.6, "waits for a connection", calls=NETWORK),
-    _WayOfWaiting("GPU sync", 0.6, "waits for the GPU", calls=CUDA),
-    _WayOfWaiting("unknown", 0.3, "makes no progress for an unknown reason"),
+    _WayOfWaiting("socket", "likely", "waits for the other end of a connection", waits="socket"),
+    _WayOfWaiting("I/O", "likely", "waits for a lock on a file", waits="file lock"),
+    _WayOfWaiting("I/O", "likely", "waits for a file", waits="file"),
+    _WayOfWaiting("sleep", "likely", "sleeps", waits="sleep"),
+    _WayOfWaiting("sleep", "likely", "waits for a signal", waits="signal"),
+    _WayOfWaiting("lock", "likely", "waits for a lock", waits="futex"),
+    _WayOfWaiting("lock", "a guess", "waits for a lock or a thread", calls=THREADS),
+    _WayOfWaiting("socket", "a guess", "waits for a connection", calls=NETWORK),
+    _WayOfWaiting("GPU sync", "a guess", "waits for the GPU", calls=CUDA),
+    _WayOfWaiting("unknown", "a guess", "makes no progress for an unknown reason"),
 )

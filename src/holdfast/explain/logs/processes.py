@@ -43,9 +43,11 @@ _NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "T
 _ALARMING_LEVELS = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
 
 ABOUT_CAUGHT_EXCEPTION = re.compile(
-    r"Exception ignored in|--- Logging error ---|Exception in thread |Exception ignored on"
+    r"Exception ignored (?:in|on)|--- Logging error ---"
+    # If the thread that pins memory fails, the main thread raises an error.
+    r"|Exception in thread (?!.{0,80}_pin_memory_loop)"
 )
-_WARNING = re.compile(r"(?:\S{1,300}:\d+: )?(?:[\w.]*\.)?(\w*Warning): ")
+_WARNING = re.compile(r"(?:\S{1,300}:\d+: |[\w-]{1,30}: )?(?:[\w.]*\.)?(\w*Warning): ")
 _RETRY = re.compile(
     r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE
 )
@@ -58,6 +60,8 @@ _SCHEDULER = QuickPattern(
 )
 # Launchers log a termination request as a warning.
 _ASKED_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")
+# A shell prints this on the line on which the cursor is, behind an unfinished progress bar.
+_KILLED_BEHIND_A_BAR = re.compile(r"Killed(?:: 9)?\s*$")
 _FATAL_PYTHON_ERROR = "Fatal Python error: "
 _CPLUSPLUS_TERMINATION = re.compile(
     r"\s*terminate called "
@@ -267,8 +271,7 @@ class _ProcessReader:
             number=line.number,
             unix_seconds=line.unix_seconds,
         )
-        if message.nested is not None:
-            raised.add_causes(message.nested)
+        raised.add_causes_in(message)
         return _Passage(
             self._statements_of_chain(raised, index, message.next_index), message.next_index
         )
@@ -276,7 +279,9 @@ class _ProcessReader:
     def _read_relevant_line(self, index: int) -> _Passage | None:
         """Read a line that contains an error word, or return None."""
         line = self._lines[index]
-        if index not in self._relevant or not line.text.strip() or is_progress_bar(line.text):
+        if index not in self._relevant or not line.text.strip():
+            return None
+        if is_progress_bar(line.text) and not _KILLED_BEHIND_A_BAR.search(line.text):
             return None
         return _Passage([self._statement_of_line(line, index)], index + 1)
 
@@ -330,6 +335,7 @@ class _ProcessReader:
                 rank=self._lines[first].rank,
                 fatal=fate.fatal,
                 cause=exception is not raised,
+                replaces_cause=_was_raised_on_purpose(exception),
                 logged=fate.logged,
                 overtaken=fate.overtaken,
                 last=fate.last,
@@ -414,6 +420,13 @@ def _is_warning(line: CleanLine) -> bool:
     if line.level in _NOT_FATAL_LEVELS and not _ASKED_TO_END.search(line.text):
         return True
     return _WARNING.match(line.text) is not None
+
+
+def _was_raised_on_purpose(raised: Raised) -> bool:
+    """Return whether a script raised an exception by itself while it handled another one."""
+    if not raised.while_handling or not raised.message or not raised.frames:
+        return False
+    return raised.frames[-1].code.startswith("raise ")
 
 
 def _first_failure(rows: Sequence[str]) -> list[Ending]:

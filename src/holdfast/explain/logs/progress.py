@@ -25,6 +25,7 @@ _PROGRESS = QuickPattern(
     r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
     r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]"
 )
+_BAR_AT_ZERO = re.compile(r"[^%]{0,200}?\b0%\|[^%]{0,200}\| {0,20}0/[^%]{0,200}")
 # A line that matches this pattern shows no progress, even if it also matches `_PROGRESS`.
 _NO_PROGRESS = QuickPattern(
     r"wandb:|\b(?:error|exception|fail|abort|nan\b"
@@ -34,6 +35,8 @@ _DONE = QuickPattern(
     r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
     r"\b(?:finished|completed?|done|ended well)\b"
+    r"|\b(?:finished|completed) (?:the )?(?:training|fine-?tuning|run)\b"
+    r"|\b\d{1,7} epochs completed in \d"  # Ultralytics
     r"|`Trainer\.fit` stopped: `max_|'train_runtime':"
     r"|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b"
 )
@@ -85,6 +88,11 @@ def is_progress_bar(text: str) -> bool:
     return _BAR.search(text, text.lower()) is not None
 
 
+def _has_moved(text: str) -> bool:
+    """Return False if a line contains a single progress bar, which is still at 0 %."""
+    return _BAR_AT_ZERO.fullmatch(text) is None
+
+
 def says_done(text: str) -> bool:
     """Return whether a line says that training is done."""
     lowered = text.lower()
@@ -98,7 +106,7 @@ def is_progress(text: str) -> bool:
         return False
     lowered = text.lower()
     shows_progress = _PROGRESS.search(text, lowered) is not None or is_progress_bar(text)
-    if shows_progress and _NO_PROGRESS.search(text, lowered) is None:
+    if shows_progress and _has_moved(text) and _NO_PROGRESS.search(text, lowered) is None:
         return True
     return says_done(text)
 

@@ -5,6 +5,7 @@ The log is split by rank, and ``processes`` parses the lines of each rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,8 @@ _SHORT_LOG = 100
 # This many lines at the end of the log are searched for a message that training is done.
 _LAST_LINES = 15
 _MAX_LAST_LINE_CHARACTERS = 300
+_EVALUATION_OF_NANOGPT = re.compile(r"step (\d{1,9}): train loss [\d.]{1,20}, val loss [\d.]{1,20}")
+_STEP_OF_NANOGPT = re.compile(r"iter (\d{1,9}): loss ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +147,8 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     been caught.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
+    if _ends_with_an_evaluation(newest) or _ends_with_the_time_of_detectron2(newest):
+        return True
     for index in reversed(range(len(newest))):
         text = newest[index]
         if says_done(text):
@@ -152,6 +157,29 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
         if HEADER.search(text) and not ABOUT_CAUGHT_EXCEPTION.search(before):
             return False
     return False
+
+
+def _ends_with_an_evaluation(newest: Sequence[str]) -> bool:
+    """Return whether the last lines report an evaluation and the loss of the same step.
+
+    nanoGPT evaluates every few hundred steps and after the last one. It prints the loss of every
+    tenth step, so the log of a run that was killed rarely ends there.
+    """
+    if len(newest) < 2:
+        return False
+    evaluation = _EVALUATION_OF_NANOGPT.fullmatch(newest[-2].strip())
+    step = _STEP_OF_NANOGPT.match(newest[-1].strip())
+    return evaluation is not None and step is not None and evaluation[1] == step[1]
+
+
+def _ends_with_the_time_of_detectron2(newest: Sequence[str]) -> bool:
+    """Return whether detectron2 reports the time of the training, and no error before that.
+
+    It reports the time after a failure too.
+    """
+    if any(HEADER.search(text) or "ERROR" in text or "Error" in text for text in newest):
+        return False
+    return any("d2.engine.hooks" in text and "Total training time: " in text for text in newest)
 
 
 def _last_line(lines: Sequence[CleanLine]) -> str:

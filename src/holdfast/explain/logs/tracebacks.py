@@ -67,9 +67,16 @@ _ENDS_MESSAGE = re.compile(
     r'|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
     r"|\S+\.py:\d+: \w*Warning: |[\w/.-]{1,80}\.(?:cc|cu|h|cpp):\d+ "
     r"|terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
+    r"|\s*(?:ERROR|WARNING|CRITICAL):[\w.]+:"
     r"|(?:Killed|Terminated|Hangup)$|(?:Aborted|Segmentation fault|Bus error)\b"
 )
 _SYNTAX_ERROR = re.compile(r"(?:\w+\.)*(?:SyntaxError|IndentationError|TabError): ")
+# Exceptions whose message quotes another exception as Python code, as in ``TypeError("...")``.
+# Hydra raises them.
+_QUOTING_EXCEPTIONS = frozenset({"InstantiationException", "HydraException"})
+_QUOTED_EXCEPTION = re.compile(
+    r"^(\w{1,80}(?:Error|Exception))\((['\"])(.{1,4000}?)\2,?\)$", re.MULTILINE
+)
 _THREAD_OF_DUMP = re.compile(r"\s*(?:Current thread|Thread) 0x")
 _OTHER_LINE_OF_DUMP = re.compile(r"\s*(?:<no Python frame>|Extension modules:|\.\.\.|Garbage-coll)")
 _BUILTIN_EXCEPTIONS = {
@@ -96,6 +103,8 @@ class Raised:
     causes: list[Raised] = field(default_factory=list)
     # The Unix time in the log line that contains the class name, or None if the line has no time.
     unix_seconds: float | None = None
+    # Whether it was raised while the newest of `causes` was being handled, and not from it.
+    while_handling: bool = False
 
     def add_causes(self, other: Raised) -> None:
         """Put another exception and its causes before the existing causes of this exception.
@@ -109,6 +118,21 @@ class Raised:
         if len(causes) > _MAX_CAUSES:
             causes = causes[:half] + causes[-half:]
         self.causes = causes
+
+    def add_causes_in(self, message: Message) -> None:
+        """Add the exceptions that this exception's message reports."""
+        if message.nested is not None:
+            self.add_causes(message.nested)
+        match = _QUOTED_EXCEPTION.search(self.message)
+        if match is not None and self.exception in _QUOTING_EXCEPTIONS:
+            quoted = Raised(
+                exception=match[1],
+                message=match[3],
+                frames=self.frames,
+                number=self.number,
+                unix_seconds=self.unix_seconds,
+            )
+            self.add_causes(quoted)
 
     def from_the_root(self) -> list[Raised]:
         """Return this exception preceded by its causes, with the root cause first."""
@@ -142,7 +166,8 @@ def split_exception(text: str) -> tuple[str, str] | None:
 def _is_exception_name(dotted_name: str, *, has_message: bool) -> bool:
     """Return whether a dotted name looks like the name of an exception class."""
     module, _, name = dotted_name.rpartition(".")
-    if name.endswith("Warning"):
+    if name.endswith("Warning") or name.startswith("nccl"):
+        # NCCL's own errors, such as ncclSystemError, are lines of a message.
         return False
     if _EXCEPTION_NAME.search(name) or name in _BUILTIN_EXCEPTIONS:
         return True
@@ -175,17 +200,21 @@ class TracebackReader:
             `Raised.causes`.
         """
         newest: Raised | None = None
+        while_handling = False
         self._depth += 1
         while True:
             raised, next_index = self._read_one(start)
             if raised is not None:
                 if newest is not None:
                     raised.add_causes(newest)
+                    raised.while_handling = while_handling
                 newest = raised
             linked = self._linked_traceback(next_index)
             if linked is None:
                 self._depth -= 1
                 return newest, next_index
+            between = self._text[next_index:linked]
+            while_handling = any("During handling" in text for text in between)
             start = linked
 
     def about_to_raise(self, start: int) -> Raised | None:
@@ -360,8 +389,7 @@ class TracebackReader:
             number=line.number,
             unix_seconds=line.unix_seconds,
         )
-        if message.nested is not None:
-            raised.add_causes(message.nested)
+        raised.add_causes_in(message)
         return raised, message.next_index
 
     def _continues_line(self, index: int) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from holdfast.explain.certainty import Certainty
+
 # The classes of causes. The exit code of ``holdfast explain`` is 0 for the first class and 10 plus
 # the index in this list for any other class, so the order of the classes must not change.
 Family = Literal[
@@ -74,6 +76,9 @@ class Signature:
         rank: The precedence if several signatures match. The smallest rank wins: 10 hardware, 20
             out of memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint,
             70 any other specific failure, 90 generic.
+        certainty: How often the failure that a text reports is also the cause that an expert would
+            name. "certain" if the text itself states the cause, "a guess" if the text reports a
+            symptom that has many causes.
         restart: What a supervisor may do after the failure; see `Restart`.
         changes: Environment variables that a supervisor may set for the next attempt.
         means: What the failure means and why it happens, in one to three sentences.
@@ -94,6 +99,7 @@ class Signature:
     explains: tuple[str, ...] = ()
     role: Role = "root"
     rank: int = 70
+    certainty: Certainty = "likely"
     restart: Restart = "stop"
     changes: Mapping[str, str] = field(default_factory=dict)
     means: str

@@ -209,8 +209,8 @@ def host_bound(use: TimeUse) -> SpeedFinding | None:
         ),
         fix=(
             f"The device waits while Python runs.{look_first} Replace loops over samples by tensor"
-            " operations, move preprocessing into the DataLoader's workers, compute metrics and"
-            " logs every few steps, and if the time goes into many small operations, use"
+            " operations, move preprocessing into the DataLoader's workers, and compute metrics and"
+            " log only every few steps. If the time goes into many small operations, use"
             " `torch.compile` or a larger batch."
         ),
     )

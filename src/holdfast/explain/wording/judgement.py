@@ -10,7 +10,9 @@ from holdfast.explain.causes.candidate import CandidateCause
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.doubts import Doubt
 from holdfast.explain.causes.ends import End
+from holdfast.explain.certainty import Certainty
 from holdfast.explain.evidence import Evidence, Frame, innermost_user_frame, is_user_code
+from holdfast.explain.signatures import endings
 from holdfast.explain.signatures.signature import Signature
 
 
@@ -21,21 +23,19 @@ class Judgement:
     Attributes:
         case: The evidence about the attempt and the possible causes.
         signature: The chosen cause.
-        confidence: The confidence in the cause, from 0 to 1.
-        class_confidence: The confidence in the cause's class, from 0 to 1.
+        certainty: How certain the cause is, or None if it needs no word.
         candidate: The candidate that the cause was taken from, or None if the cause was inferred
             from how the process ended.
         doubt: A reason to doubt that the run ended well, or None.
-        runner_up: The id, title and confidence of the second most likely cause, or None.
+        runner_up: The id and title of the second most likely cause, or None.
     """
 
     case: Case
     signature: Signature
-    confidence: float
-    class_confidence: float
+    certainty: Certainty | None
     candidate: CandidateCause | None
     doubt: Doubt | None
-    runner_up: tuple[str, str, float] | None
+    runner_up: tuple[str, str] | None
 
     @property
     def evidence(self) -> Evidence:
@@ -79,6 +79,14 @@ class Judgement:
             if ending.step is not None:
                 return ending.step
         return None
+
+    @property
+    def never_had_a_finite_loss(self) -> bool:
+        """Return whether the cause is a loss that was not finite from the first step on."""
+        lost = self.evidence.lost
+        if self.signature.id != endings.LOSS_NOT_FINITE or lost is None:
+            return False
+        return lost.what == "loss" and lost.always
 
     @property
     def leak(self) -> Event | None:

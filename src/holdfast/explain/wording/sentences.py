@@ -42,6 +42,8 @@ def title(judgement: Judgement) -> str:
         return f"{ended}, {judgement.doubt.words}"
     if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
         return f"called sys.exit with status {judgement.end.status}"
+    if judgement.never_had_a_finite_loss:
+        return "the loss is not finite from the first step"
     if signature.id in FALLBACKS and judgement.candidate is not None:
         return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
     return signature.title
@@ -128,6 +130,12 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
         # The sentences of `good_ends` explain this cause with numbers.
         return
     if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
+        return
+    if judgement.never_had_a_finite_loss:
+        yield (
+            "The training did not diverge: the first forward pass already gave NaN or Inf, from its"
+            " inputs, its weights or its precision."
+        )
         return
     yield signature.means
 

@@ -23,6 +23,12 @@ _MAX_CHAIN_EXHIBITS = 3
 _MAX_CONFIRMATION_EXHIBITS = 3
 _MAX_CASCADE_EXHIBITS = 3
 
+_FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE = (
+    "Train a few steps in float32 without autocast: if the loss is finite then, use bfloat16, or"
+    " keep the operation that overflows in float32. If it is not, check the first batch for NaN,"
+    " empty targets and unscaled inputs, and the loaded weights for NaN. A learning rate is to"
+    " blame only if the loss of the very first step is finite."
+)
 # The fix for a save that the Guard refused because of NaN or Inf. A save that failed for another
 # reason needs a different fix.
 _FIX_OF_NONFINITE_STATE = (
@@ -48,8 +54,7 @@ def in_words(judgement: Judgement) -> Verdict:
         title=title(judgement),
         summary=summary(judgement),
         fix=_fix(judgement),
-        confidence=judgement.confidence,
-        class_confidence=judgement.class_confidence,
+        certainty=judgement.certainty,
         evidence=tuple(_exhibits(judgement)),
         runner_up=judgement.runner_up,
         tried=judgement.evidence.tried,
@@ -72,6 +77,8 @@ def _fix(judgement: Judgement) -> str:
     for finding in evidence.speed:
         if finding.rule == signature.id:
             return finding.fix
+    if judgement.never_had_a_finite_loss:
+        return _FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE
     unsaved = observations.unsaved_steps(evidence)
     if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.was_refused:
         return fix_of_training(evidence) or _FIX_OF_NONFINITE_STATE

@@ -30,7 +30,7 @@ from holdfast.report.live.tables import (
 )
 from holdfast.report.live.watching import Runs, Watched
 from holdfast.report.run_snapshot import ProcessSnapshot
-from holdfast.report.verdicts import how_sure, tone
+from holdfast.report.verdicts import tone
 
 # A snapshot of one run, or the snapshots of several runs.
 LiveRuns: TypeAlias = LiveRun | tuple[LiveRun, ...]
@@ -221,9 +221,8 @@ def _verdict_panel(view: _View) -> list[RenderableType]:
     lines = [Text(sanitise(verdict.summary, most=1000))]
     if verdict.fix:
         lines.append(Text.assemble(("Fix: ", "bold"), sanitise(verdict.fix, most=1000)))
-    sure = how_sure(verdict)
-    if sure:
-        lines.append(Text(f"How sure: {sure}", style="dim"))
+    if verdict.certainty is not None:
+        lines.append(Text(f"Cause: {verdict.certainty}", style="dim"))
     panel = Panel(
         Group(*lines),
         title=Text(f"{sanitise(verdict.title, most=60)} [{sanitise(verdict.cause, most=10)}]"),

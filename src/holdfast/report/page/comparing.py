@@ -17,7 +17,6 @@ from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.page.run_page import key_figures
 from holdfast.report.run_snapshot import Lane
-from holdfast.report.verdicts import how_sure
 
 # The rows of a table, keyed by name, each with one value per run.
 Table = Mapping[str, Sequence[str]]
@@ -103,7 +102,7 @@ def _facts(run: GatheredRun) -> dict[str, str]:
 def _verdict(run: GatheredRun) -> str:
     if run.verdict is None:
         return "none"
-    parts = [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
+    parts = [f"{run.verdict.title} [{run.verdict.cause}]", run.verdict.certainty]
     return ", ".join(part for part in parts if part)
 
 

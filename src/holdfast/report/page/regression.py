@@ -124,7 +124,9 @@ def measure_regression(baseline: GatheredRun, other: GatheredRun, limit: float) 
 
 
 def _end_times(run: GatheredRun) -> dict[int, tuple[int, float]]:
-    """Return the number of the attempt and the Unix time at which each step ended, keyed by step.
+    """Return which process ended each step and the Unix time of that, keyed by step.
+
+    The processes of the first rank are numbered: each attempt of the run has one.
 
     Only the first rank is used, because the ranks of a run wait for each other. If a step was
     repeated, the newest time counts.

@@ -21,7 +21,7 @@ from holdfast.report.page.figures.timeline import timeline_figure
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import COLOURS, goodput
 from holdfast.report.page.offline_page import fill_page
-from holdfast.report.verdicts import how_sure, tone
+from holdfast.report.verdicts import tone
 
 
 def render(run: GatheredRun, *, now: datetime | None = None) -> str:
@@ -43,7 +43,6 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
         name=run.path.resolve().name or str(run.path),
         under=run.command or run.path,
         tone="unknown" if run.verdict is None else tone(run.verdict),
-        sure="" if run.verdict is None else how_sure(run.verdict),
         facts=key_figures(run),
         goodput=goodput(run),
         speed=() if run.verdict is None else run.verdict.speed,

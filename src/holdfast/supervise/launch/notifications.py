@@ -14,7 +14,13 @@ from holdfast.core.notify.message import Message, MessageKind
 from holdfast.core.notify.notifier import Notifier
 from holdfast.core.notify.receivers import parse_receiver
 from holdfast.core.text import counted, duration
+from holdfast.explain.signatures import endings
 from holdfast.explain.verdict import Verdict
+
+# The titles of these verdicts quote an exception or a line of the output, which may contain
+# anything.
+_CAUSES_THAT_QUOTE = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
+_QUOTES_THE_OUTPUT = "its output says: "
 
 
 class RunNotifications:
@@ -103,8 +109,6 @@ class RunNotifications:
         self._send(kind, what, f"{self._cause()}; {attempts}; {stopped.why}.", step)
 
     def _judge_end(self) -> tuple[MessageKind, str]:
-        from holdfast.explain.signatures import endings
-
         verdict = self._verdict
         was_asked = self._end is not None and self._end.asked_by is not None
         if was_asked or (verdict is not None and verdict.cause == endings.STOPPED):
@@ -122,7 +126,7 @@ class RunNotifications:
         if verdict is None:
             return "The run has ended"
         title = verdict.title
-        if verdict.family != "ended well":
+        if verdict.cause in _CAUSES_THAT_QUOTE or _QUOTES_THE_OUTPUT in title:
             title = title.partition(": ")[0]
         return f"{title[:1].upper()}{title[1:]} [{verdict.cause}]"
 

@@ -92,6 +92,5 @@ def _unknown(why: str) -> Verdict:
         title="unknown",
         summary="The command ended, but an error prevented holdfast from determining why.",
         fix="Read the end of output.log in the run directory.",
-        confidence=0.0,
         missing=(f"determining the cause raised {why}",),
     )

@@ -365,7 +365,7 @@ class Watchdog:
             **examination.suspicion.facts(),
             hang_kind=diagnosis.kind,
             signature=SIGNATURES_OF[diagnosis.kind],
-            confidence=diagnosis.confidence,
+            certainty=diagnosis.certainty,
             blamed_pid=blamed.pid,
             blamed_role=blamed.role,
             frame=describe_frame(diagnosis.frame),
