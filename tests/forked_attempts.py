@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 if __name__ == "__main__":
     sys.path[0] = str(_ROOT)
 
-from tests.prepared import Forked, Prepared, become, receive  # noqa: E402
+from tests.prepared import Forked, Prepared, become, receive, run_prepared  # noqa: E402
 
 
 def supervise_forked(arguments: Sequence[object], **given: Any) -> Prepared:
@@ -48,8 +48,6 @@ def run_supervised(
     arguments: Sequence[object], *, timeout: float, **given: Any
 ) -> subprocess.CompletedProcess[Any]:
     """Run `holdfast run` to its end, as `tests.prepared.run_prepared` does."""
-    from tests.prepared import run_prepared
-
     return run_prepared([__file__, "run", *arguments], timeout=timeout, **given)
 
 
