@@ -6,12 +6,13 @@ INSTALLED := .venv/installed
 FOR_DEMO := .venv/installed-for-demo
 SPEECHBRAIN := .venv/speechbrain
 SCOREBOARD := .venv/scoreboard
+TRACKERS := .venv/trackers
 EXTRAS := demo,dev,docs,integrations,metrics,mirror,report,stacks
 PIP := python -m pip install --quiet --disable-pip-version-check
 TORCH ?= 2.11.0
 OTHER := .venv/torch-$(TORCH)
 
-.PHONY: demo test check docs fast gpu gpu-figures speechbrain scoreboard other-torch benchmarks clean
+.PHONY: demo test check docs fast gpu gpu-figures speechbrain trackers scoreboard other-torch benchmarks clean
 
 # All that is installed serves the demo too; it needs less than a tenth of it beside torch.
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main job through real faults, and check every promise
@@ -51,6 +52,18 @@ $(SPEECHBRAIN)/installed: $(INSTALLED)
 	$(BIN)/$(PIP) -c constraints.txt --no-deps --target $(SPEECHBRAIN) \
 		speechbrain torchaudio hyperpyyaml ruamel.yaml sentencepiece
 	rm $(SPEECHBRAIN)/torchaudio/lib/*.so
+	@touch $@
+
+trackers: $(TRACKERS)/installed  ## the tests of W&B, MLflow and trackio, with these packages beside the others
+	PYTHONPATH=$(CURDIR)/src $(TRACKERS)/bin/python -m pytest -m "" -n 2 --dist worksteal tests/faults/test_trackers.py
+
+# An environment of its own that also sees the packages of the other one. With W&B installed there, frameworks would log to it.
+$(TRACKERS)/installed: $(INSTALLED)
+	$(BIN)/python -m venv --clear --without-pip $(TRACKERS)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(TRACKERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/others.pth"
+	$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --disable-pip-version-check \
+		wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0
 	@touch $@
 
 other-torch:  ## all tests with another torch, beside the others; gigabytes: make other-torch TORCH=2.15.0

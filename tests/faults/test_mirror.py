@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.faults.object_store import ObjectStore, Wire, running_store, wait_until
 from tests.faults.small_run import guard_in, same, train
 from tests.prepared import Prepared
 
+import holdfast
 from holdfast import CheckpointError, HoldfastError, Policy, PolicyError, RunDirectoryError
 from holdfast.recorder.reader import read_events
 
@@ -355,13 +357,35 @@ def test_a_fork_is_refused(tmp_path: Path) -> None:
     assert "mirror_stopped" not in kinds(guard)
 
 
+def test_a_mirror_of_another_model_leaves_a_new_directory_as_it_was(tmp_path: Path) -> None:
+    """With the right URL, the same directory can be used then."""
+    from torch import nn
+
+    mirror = str(tmp_path / "mirror")
+    train(tmp_path / "a", 4, mirror=mirror)
+    other = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    with pytest.raises(HoldfastError) as raised:
+        holdfast.Guard(tmp_path / "b", model=other, optimizer=optimizer, mirror=mirror)
+
+    assert raised.value.rule == "H322"
+    guard = holdfast.Guard(
+        tmp_path / "b", model=other, optimizer=optimizer, mirror=str(tmp_path / "own")
+    )
+    assert guard.global_step == 0
+
+
 def test_a_url_that_cannot_be_used_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unknown scheme, a package that is missing, a chain, no folder, and the run directory."""
+    """An unknown scheme or package, a chain, one slash, a relative file, and lost memory."""
     assert error_of(tmp_path / "a", "s4://bucket/run").rule == "H119"
     assert error_of(tmp_path / "a", "simplecache::s3://bucket/run").rule == "H119"
-    assert error_of(tmp_path / "a", "memory://").rule == "H119"
+    assert error_of(tmp_path / "a", "s3:/bucket/run").rule == "H119"
+    assert error_of(tmp_path / "a", "file://mirror/run").rule == "H119"
+    assert error_of(tmp_path / "a", "memory://run").rule == "H119"
+    assert error_of(tmp_path / "a", "s3://").rule == "H119"
     assert error_of(tmp_path / "a", str(tmp_path / "a" / "mirror")).rule == "H119"
     monkeypatch.setitem(sys.modules, "s3fs", None)
     # fsspec remembers the packages that it has imported.

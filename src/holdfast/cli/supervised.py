@@ -111,7 +111,8 @@ def supervise(
     if not quiet:
         supervisor.begin_line(_STDERR)
         _print_outcome(outcome, resume=resume)
-        if mirror is not None and options.get("observe", True) and not _had_a_guard(outcome):
+        is_observed = options.get("observe", True)
+        if mirror is not None and is_observed and not (resume or _had_a_guard(outcome)):
             write_to_stderr_within(_NOTHING_MIRRORED, _PATIENCE_SECONDS)
     if as_json:
         from holdfast.cli.output import print_json
@@ -189,7 +190,7 @@ def _had_a_guard(outcome: RunOutcome) -> bool:
     for folder in (outcome.run_path / PROCESSES_FOLDER).glob("*"):
         # A damaged recording tells nothing.
         with contextlib.suppress(RunDirectoryError):
-            if any(event.kind == "guard_opened" for event in read_events(folder)):
+            if any(event.kind == "guard" for event in read_events(folder)):
                 return True
     return False
 

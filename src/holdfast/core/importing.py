@@ -26,13 +26,14 @@ class ImportWatch:
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._actions: dict[str, Action] = {}
+        # The actions of each module, in the order in which they were registered.
+        self._actions: dict[str, list[Action]] = {}
         # Names of the modules that `find_spec` is currently looking up through the other finders.
         self._searches: set[str] = set()
 
     def when_imported(self, name: str, action: Action) -> None:
         """Call `action(module)` once the named module is imported, or now if it already is."""
-        self._actions[name] = action
+        self._actions.setdefault(name, []).append(action)
         module = sys.modules.get(name)
         if module is not None and not _is_being_imported(module):
             self.imported(module, name)
@@ -69,14 +70,12 @@ class ImportWatch:
         return None
 
     def imported(self, module: ModuleType, name: str) -> None:
-        """Call a module's action and forget it, so that reloading does not call it again."""
-        action = self._actions.pop(name, None)
-        if action is None:
-            return
-        try:
-            action(module)
-        except Exception as error:  # noqa: BLE001 - an error in holdfast must not stop the script
-            self._failed(error)
+        """Call a module's actions and forget them, so that reloading does not call them again."""
+        for action in self._actions.pop(name, []):
+            try:
+                action(module)
+            except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
+                self._failed(error)
 
 
 def _is_being_imported(module: ModuleType) -> bool:

@@ -46,4 +46,9 @@ def hide_receiver(text: str) -> str:
     # The first word may be an assignment, such as "TOKEN=... send", which is a mistake.
     if not words or "=" in words[0]:
         return "***"
-    return words[0] if len(words) == 1 else f"{words[0]} ***"
+    program = words[0]
+    host, slash, _ = program.partition("/")
+    if slash and "." in host.strip("."):
+        # Probably a URL without its scheme, such as "ntfy.sh/topic".
+        program = f"{host}/***"
+    return program if len(words) == 1 else f"{program} ***"

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from holdfast.core.clock import Clock, SystemClock
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
 from holdfast.core.events.event import Event
@@ -62,6 +62,7 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.memory.oom import find_out_of_memory, naming_lack_of_memory
+from holdfast.recorder.run_files import announce_guard_event
 from holdfast.recorder.scalars import check_scalars
 
 # The newest guard of each run directory in this process.
@@ -187,6 +188,8 @@ class Guard:
         self._record = RunRecord(
             self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
         )
+        # The observer of `holdfast run` must know of rollbacks and stops.
+        self._record.listen(announce_guard_event)
         if ranks.rank == 0:
             # The other ranks would send the same messages.
             notifications_for(self.policy, self._directory.path.name, self._record, clock)
@@ -280,7 +283,13 @@ class Guard:
         If the mirror has a newer checkpoint than the run directory, it is fetched first.
         """
         self._session.mirroring.start()
-        resumed_from = self._session.restoration.resume()
+        try:
+            resumed_from = self._session.restoration.resume()
+        except HoldfastError as error:
+            misfit = self._session.mirroring.undo_pull(error)
+            if misfit is None:
+                raise
+            raise misfit from error
         self._session.mirroring.offer_newest()
         return resumed_from
 

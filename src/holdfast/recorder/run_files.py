@@ -12,9 +12,13 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from holdfast.core.files import make_folder, read_file, swap_in
+
+if TYPE_CHECKING:
+    from holdfast.core.events.data import EventData
+    from holdfast.core.events.event import Event
 
 SUPERVISED_FILE = "supervised.json"
 OUTPUT_FILE = "output.log"
@@ -26,6 +30,8 @@ HOSTS_FOLDER = "hosts"
 # The run directory of the guard that saves an unchanged script.
 GUARD_FOLDER = "guard"
 STACKS_FOLDER = "stacks"
+# What has been logged to an experiment tracker such as W&B, and under which ID.
+TRACKER_FOLDER = "tracker"
 PROCESS_FILE = "process.json"
 BOARD_FILE = "progress.board"
 SAMPLES_FILE = "samples.ring"
@@ -51,6 +57,9 @@ RESUME_VARIABLE = "RESUMED_BY_HOLDFAST"
 # The receiver to which the supervisor sends messages. A guard sends its own messages there, too. If
 # the variable is empty, as in a trial of `holdfast chaos`, a guard sends no messages.
 NOTIFY_VARIABLE = "NOTIFY_BY_HOLDFAST"
+# The ID of the W&B run that `holdfast run` continues in all attempts. WANDB_RUN_ID has the same
+# value, but only until the script imports W&B; see ``supervise.observe.wandb_run``.
+WANDB_VARIABLE = "WANDB_RUN_BY_HOLDFAST"
 # When an observed Python process receives this real-time signal, it writes its stacks. SIGUSR1 and
 # SIGUSR2 cannot be used, because schedulers send them to warn a job, and a Guard stops the run when
 # it receives one of them. No common tool sends this real-time signal.
@@ -58,6 +67,7 @@ STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
+_event_listeners: list[Callable[[EventData], None]] = []
 # The optimizers of open Guards, keyed by the `id` of the optimizer. A value consists of the
 # optimizer's name and a weak reference to the object that counts its steps in ``global_step``.
 guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
@@ -325,3 +335,20 @@ def announce_recording(path: Path) -> None:
     """
     for listener in _recording_listeners:
         listener(path)
+
+
+def on_guard_event(listener: Callable[[EventData], None]) -> None:
+    """Register a function to be called with each event that a Guard in this process records.
+
+    It may be called in any thread, and must neither fail nor take long.
+    """
+    _event_listeners.append(listener)
+
+
+def announce_guard_event(data: EventData, _: Event) -> None:
+    """Call the functions registered with `on_guard_event`.
+
+    A Guard calls this function with each event that it records.
+    """
+    for listener in _event_listeners:
+        listener(data)

@@ -141,8 +141,9 @@ def _lines_of_events(run: GatheredRun) -> Iterable[str]:
         yield f"- {moment(event.unix_seconds)} {event}"
 
 
-def _lines_of_stacks(stacks: Iterable[RecordedStacks]) -> Iterable[str]:
-    for recorded in stacks:
+def _lines_of_stacks(stacks: Sequence[RecordedStacks]) -> Iterable[str]:
+    """Yield the stacks, the newest first: earlier ones may be of a false alarm."""
+    for recorded in reversed(stacks):
         yield f"{recorded.name}:"
         yield from recorded.text.splitlines()
 

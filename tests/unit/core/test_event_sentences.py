@@ -494,6 +494,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (process.Exiting(how="sys.exit", status=2, said="usage"), ("sys.exit", "2", "usage")),
     (process.StepsNotRecorded(error=ERROR), (ERROR,)),
     (process.ScalarsNotRecorded(error=ERROR), (ERROR,)),
+    (process.RepeatedRowsDropped(run_id="0123abcd"), ("0123abcd",)),
     (
         process.Leak(
             form="list",

@@ -67,6 +67,23 @@ def test_an_act_is_done_once_after_the_import(watch: ImportWatch) -> None:
     assert len(seen) == 1
 
 
+def test_a_module_may_have_several_actions(watch: ImportWatch) -> None:
+    """They are called in the order in which they were registered, even if one of them fails."""
+    called: list[str] = []
+
+    def fail(_: ModuleType) -> None:
+        raise ValueError("for the test")
+
+    watch.when_imported("waited_for", lambda _: called.append("first"))
+    watch.when_imported("waited_for", fail)
+    watch.when_imported("waited_for", lambda _: called.append("last"))
+
+    importlib.import_module("waited_for")
+
+    assert called == ["first", "last"]
+    assert [str(error) for error in failures] == ["for the test"]
+
+
 def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
     """Asking whether a module is there gives a usable answer and does not use up the act."""
     seen: list[ModuleType] = []

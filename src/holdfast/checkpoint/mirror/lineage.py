@@ -19,7 +19,7 @@ from pathlib import Path
 from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.checkpoint.store import Entry
 from holdfast.core.durable import replace_file
-from holdfast.core.files import read_file
+from holdfast.core.files import read_file, remove
 
 _FORMAT = 1
 _HISTORY_FILE = "mirror.json"
@@ -125,6 +125,12 @@ class History:
     def begun(self) -> str | None:
         """Return the identity of the copy that was begun last, or None."""
         return self._begun
+
+    def forget(self) -> None:
+        """Forget all copies, as in a new run directory."""
+        self._completed = []
+        self._begun = None
+        remove(self._path)
 
     def note_begun(self, identity: str) -> None:
         """Remember that a copy begins.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,8 @@ _OBJECT_STORES = frozenset(
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, NotImplementedError)
 # The same from the libraries of the stores, whose errors are of no common type.
 _NAMES_OF_REFUSALS = ("CredentialsError", "CredentialsNotFoundError", "ParamValidationError")
+# A scheme with one slash, as in ``s3:/bucket/run``.
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 class Location:
@@ -143,12 +146,7 @@ def open_location(url: SecretUrl) -> Location:
         PolicyError: H119 if fsspec does not know the scheme, its package is not installed, or the
             URL is incomplete.
     """
-    if "::" in url:
-        raise _unusable(
-            url,
-            "chained URLs with :: are not supported",
-            "pass the URL of the store itself, such as s3://bucket/run.",
-        )
+    _check_form(url)
     try:
         return _open(url)
     except ImportError as error:
@@ -165,6 +163,39 @@ def open_location(url: SecretUrl) -> Location:
             "pass a URL such as s3://bucket/run, gs://bucket/run or file:///mnt/disk/run. For"
             ' s3://, run `pip install "torch-holdfast[mirror]"`.',
         ) from error
+
+
+def _check_form(url: SecretUrl) -> None:
+    """Refuse URLs that fsspec accepts, but that do not mean what they seem to mean.
+
+    Raises:
+        PolicyError: H119 for such a URL.
+    """
+    if "::" in url:
+        raise _unusable(
+            url,
+            "chained URLs with :: are not supported",
+            "pass the URL of the store itself, such as s3://bucket/run.",
+        )
+    if _ONE_SLASH.match(url):
+        raise _unusable(
+            url,
+            "a scheme is followed by two slashes; with one, it would be a folder in the working"
+            " directory",
+            "write s3://bucket/run, for example.",
+        )
+    if url.startswith("file://") and not url.startswith("file:///"):
+        raise _unusable(
+            url,
+            "the path in a file:// URL is absolute",
+            "write file:///mnt/disk/run, or pass a path without file://.",
+        )
+    if url.startswith("memory:"):
+        raise _unusable(
+            url,
+            "such a store is lost with the process",
+            "pass the URL of a store that outlives it, such as s3://bucket/run.",
+        )
 
 
 def _extra_for(scheme: str) -> str:

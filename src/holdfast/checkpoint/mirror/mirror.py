@@ -22,6 +22,7 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.data import EventData
+from holdfast.core.files import remove
 from holdfast.core.text import counted
 
 
@@ -76,6 +77,8 @@ class Mirror:
         # The id under which the mirror is taken over. It is that of the mirror if the run
         # directory is empty.
         self._run_id = run.run_id
+        # The checkpoint that was fetched into the run directory, or None.
+        self._pulled: Entry | None = None
 
     @property
     def has_local_checkpoints(self) -> bool:
@@ -183,6 +186,7 @@ class Mirror:
             entry_and_size = self._download(copy)
             if entry_and_size is not None:
                 entry, size_bytes = entry_and_size
+                self._pulled = entry
                 self._history.note_completed(copy.identity)
                 self._emit(
                     run_events.MirrorPulled(
@@ -197,6 +201,27 @@ class Mirror:
             raise self._nothing_intact(len(copies))
         # From here on, the run goes on past any damaged copies, so they are part of its history.
         self._history.note_completed(copies[0].identity)
+
+    def undo_pull(self, error: HoldfastError) -> HoldfastError | None:
+        """Remove a checkpoint that was fetched into a new run directory but does not fit the run.
+
+        The directory can then be used with another URL. Return the error that says so, or None if
+        no checkpoint was fetched into a new directory.
+
+        Args:
+            error: Why the run cannot resume from it.
+        """
+        if self._pulled is None or not self._run.is_new:
+            return None
+        remove(self._pulled.path)
+        self._history.forget()
+        return RunDirectoryError(
+            f"the newest checkpoint in mirror {self._location.name} does not fit this script"
+            f" ({error.what})",
+            limit="each run needs a mirror of its own",
+            fix="pass another URL as mirror, or the same models and optimizers as before.",
+            rule="H322",
+        )
 
     def _move_damaged_aside(self) -> None:
         """Move damaged checkpoints in the run directory aside, whose names copies may have."""

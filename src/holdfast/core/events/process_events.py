@@ -476,6 +476,19 @@ class ScalarsNotRecorded(Failed):
     summary = "logged values are not recorded"
 
 
+class RepeatedRowsDropped(EventData):
+    """The script logged steps again whose values its W&B run has already.
+
+    These values are not logged to W&B a second time. The event is recorded once after each resume
+    or rollback.
+    """
+
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"values that W&B run {self.run_id} has already are not logged again"
+
+
 class Leak(EventData):
     """Objects or memory accumulate from step to step.
 

@@ -28,6 +28,7 @@ DELIVERY_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 # The pauses before the second and the third try. The network may be what has failed.
 _PAUSES_SECONDS = (5.0, 30.0)
+_PAUSE_WHILE_CLOSING_SECONDS = 1.0
 _MOST_WAITING = 20
 # How often the deadline of a delivery is checked.
 _POLL_SECONDS = 0.05
@@ -117,8 +118,11 @@ class Notifier:
     def _send_with_retries(self, message: Message) -> None:
         failure = self._deliver(message)
         for pause in _PAUSES_SECONDS:
-            if failure is None or not failure.may_retry or self._waits_until_close(pause):
+            if failure is None or not failure.may_retry:
                 break
+            if self._waits_until_close(pause):
+                # There is no time for long pauses at the end of the run.
+                time.sleep(_PAUSE_WHILE_CLOSING_SECONDS)
             failure = self._deliver(message)
         if failure is not None:
             self._on_failure(message, sanitise(failure.why, most=_MOST_CHARACTERS))

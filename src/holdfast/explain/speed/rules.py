@@ -46,6 +46,8 @@ _CPUS_FOR_A_WORKER = 1.5
 # The least number of observations of a waiting trainer from which to tell computing from sleeping.
 _MIN_WAITS_SEEN = 8
 _MIN_RUNNING_SHARE = 0.5
+# A training process that keeps less than this share of a CPU busy mostly sleeps.
+_IDLE_CPUS = 0.4
 # Workers that wait for a disk need no CPU, but each takes memory.
 _MAX_WORKERS = 32
 
@@ -142,6 +144,7 @@ def _fix_of_wait(use: TimeUse, cause: Cause, share: float) -> str:
             "Keep the workers from epoch to epoch: pass persistent_workers=True to the DataLoader."
         )
     workers = _workers_needed(use, share)
+    resources = use.resources
     if cause == "decoding":
         return (
             "The CPUs are fully used, so more workers would not help. Decode once instead of in"
@@ -155,10 +158,17 @@ def _fix_of_wait(use: TimeUse, cause: Cause, share: float) -> str:
             f" num_workers={workers} (workers that wait need no CPU) and prefetch_factor=4."
         )
     if cause == "too few workers":
-        return (
-            f"Pass num_workers={workers} to the DataLoader, with persistent_workers=True. If that"
-            " is not enough, decode once and store the prepared samples."
-        )
+        fix = f"Pass num_workers={workers} to the DataLoader, with persistent_workers=True."
+        if resources is not None and workers > resources.cpus:
+            # Workers that compute need a CPU each.
+            workers = max(1, math.floor(resources.cpus))
+            fix = (
+                f"Pass num_workers={workers} to the DataLoader, with persistent_workers=True: one"
+                f" for each of the {resources.cpus:g} CPUs. They will not be enough, so also do"
+                " less work per sample:"
+            )
+            return f"{fix} decode once and store the prepared samples."
+        return f"{fix} If that is not enough, decode once and store the prepared samples."
     return (
         "Load with more workers (`num_workers=`), keep them from epoch to epoch"
         " (`persistent_workers=True`), and store prepared samples instead of decoding in training."
@@ -372,8 +382,12 @@ def _statement(use: TimeUse) -> SpeedFinding:
         f" {percent(loop.saving_seconds / loop.seconds)} of {duration(loop.seconds)} in"
         f" {counted(loop.steps, 'step')}"
     )
-    if computed < loop.own_share and use.stacks is None:
-        # Without stack samples, a long forward pass looks the same as a slow loop.
+    if computed < loop.own_share:
+        # A forward pass usually takes less time than backward. A longer one looks the same as
+        # operations on tensors in the loop itself.
+        fix = "Profile a few steps with `torch.profiler` to see which operations take the time."
+        if use.stacks is None:
+            fix = "Install the extra `stacks`, so that holdfast can tell which of the two it was."
         return SpeedFinding(
             rule="",
             cause="not known",
@@ -381,7 +395,20 @@ def _statement(use: TimeUse) -> SpeedFinding:
             title=f"{percent(loop.own_share)} of its time was spent in the forward pass or in the"
             " loop's own code",
             evidence=evidence,
-            fix="Install the extra `stacks`, so that holdfast can tell which of the two it was.",
+            fix=fix,
+            is_problem=False,
+        )
+    if _mostly_sleeps(use):
+        return SpeedFinding(
+            rule="",
+            cause="not known",
+            share=share,
+            title="its steps mostly waited for something other than data",
+            evidence=evidence,
+            fix=(
+                "The run used little CPU time and no GPU. Look for sleeps, locks, network calls"
+                " and hooks: `holdfast attach PID` shows where a process stands."
+            ),
             is_problem=False,
         )
     fix = "To go faster, use `torch.compile`, mixed precision, a larger batch or a faster device."
@@ -398,6 +425,13 @@ def _statement(use: TimeUse) -> SpeedFinding:
         fix=fix,
         is_problem=False,
     )
+
+
+def _mostly_sleeps(use: TimeUse) -> bool:
+    """Return whether training processes without a GPU were idle for most of the time."""
+    if use.first is None or use.first.uses_device or use.resources is None:
+        return False
+    return use.resources.cpus_wanted < _IDLE_CPUS * len(use.ranks)
 
 
 def _is_problem(use: TimeUse, share: float) -> bool:

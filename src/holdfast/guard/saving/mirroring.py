@@ -53,6 +53,7 @@ class Mirroring:
         self._location: Location | None = None
         if is_enabled and policy.mirror is not None:
             self._location = open_mirror(policy.mirror, directory.path)
+        self._mirror: Mirror | None = None
         self._copier: Copier | None = None
 
     def start(self, *, may_pull: bool = True) -> None:
@@ -72,6 +73,7 @@ class Mirroring:
         if self._location is None:
             return
         mirror = self._new_mirror(self._location)
+        self._mirror = mirror
         self._copier = Copier(mirror, self._emit)
         try:
             mirror.take_over(may_pull=may_pull)
@@ -117,6 +119,10 @@ class Mirroring:
             raise refused(location, error) from error
         if not mirror.has_local_checkpoints:
             raise _nothing_to_resume(location, error) from error
+
+    def undo_pull(self, error: HoldfastError) -> HoldfastError | None:
+        """Remove a fetched checkpoint that does not fit the run; see `Mirror.undo_pull`."""
+        return None if self._mirror is None else self._mirror.undo_pull(error)
 
     def offer_newest(self) -> None:
         """Copy the newest checkpoint in the run directory, if the mirror does not have it yet."""

@@ -27,6 +27,7 @@ _REPLACED = {
     "torch.serialization": ("save",),
     "safetensors.torch": ("save_file", "save_model"),
     "wandb": ("log",),
+    "trackio": ("log",),
     "mlflow": ("log_metric", "log_metrics", "log_artifact", "log_artifacts"),
 }
 # Functions that fail if their result exists already, as it does from the earlier attempt.
@@ -34,6 +35,7 @@ _CREATE_ONCE = ("mkdir", "symlink", "link")
 # Methods that write to a log, as a pattern of their names, by the names of their module and class.
 _REPLACED_METHODS = {
     ("wandb.sdk.wandb_run", "Run"): "log",
+    ("trackio.run", "Run"): "log",
     ("torch.utils.tensorboard.writer", "SummaryWriter"): "add_*",
     ("tensorboardX", "SummaryWriter"): "add_*",
 }

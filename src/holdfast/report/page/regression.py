@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.text import duration
 from holdfast.report.curves import FloatArray
 from holdfast.report.page.gathered_run import GatheredRun
 
@@ -65,12 +64,25 @@ class Regression:
         """Return the result as a sentence with the names of the two runs."""
         baseline_seconds, seconds = self.seconds
         direction = "slower" if self.slower_by >= 0 else "faster"
-        return (
-            f"{other} is {abs(self.slower_by):.1%} {direction} than {baseline}:"
-            f" {duration(seconds)} instead of {duration(baseline_seconds)} per step (median over"
+        sentence = (
+            f"{other} is {abs(self.slower_by):.1%} {direction} than {baseline} (median of"
             f" {self.stretches} stretches of the same {self.steps:,} steps, of which"
-            f" {self.slower_stretches} are slower; limit {100 * self.limit:.3g}%)"
+            f" {self.slower_stretches} are slower; limit {100 * self.limit:.3g}%). The median time"
+            f" per step is {_precisely(seconds)} instead of {_precisely(baseline_seconds)}."
         )
+        if self.slower_by > self.limit and not self.is_regression:
+            sentence += (
+                f" This is no regression, because fewer than {_MIN_SLOWER_SHARE:.0%} of the"
+                " stretches are slower."
+            )
+        return sentence
+
+
+def _precisely(seconds: float) -> str:
+    """Return a time per step with three digits, since two such times are compared."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s"
 
 
 def parse_limit(text: str) -> float:

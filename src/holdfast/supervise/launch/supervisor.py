@@ -63,6 +63,7 @@ from holdfast.supervise.launch.verdicts import (
     remove_verdict,
     write_verdict,
 )
+from holdfast.supervise.launch.wandb_id import wandb_variables
 from holdfast.supervise.process_tree import Tree, read_start_ticks
 from holdfast.supervise.watch.limits import HangLimits
 
@@ -185,6 +186,8 @@ class Supervisor:
             # Number of the attempt, from 0. In an existing run directory, numbering continues.
             self._number = self._folder.next_attempt()
             self._open_recording()
+            if options.observe:
+                self._environment.update(wandb_variables(self._environment, self.run_path))
             # This must follow the lock of the run directory, so that a second supervisor on this
             # host publishes nothing.
             if is_one_of_several:

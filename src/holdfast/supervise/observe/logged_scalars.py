@@ -1,4 +1,4 @@
-"""Record the values that scripts log through W&B, TensorBoard and common training frameworks.
+"""Record the values that scripts log through trackers such as W&B, and through frameworks.
 
 The logging functions of these packages are wrapped when the script imports them, so scripts need no
 changes. Each `read_*` function takes the arguments of one logging function and extracts the values
@@ -41,6 +41,47 @@ def read_wandb_log(_run: Any, data: Any, step: Any = None, *_: Any, **__: Any) -
     return data, step
 
 
+def read_trackio_log(_run: Any, metrics: Any, step: Any = None) -> _Logged:
+    """Read a call to ``Run.log`` of trackio, which ``trackio.log`` calls."""
+    return metrics, step
+
+
+def read_mlflow_metric(key: Any, value: Any, step: Any = None, *_: Any, **__: Any) -> _Logged:
+    """Read a call to ``mlflow.log_metric``."""
+    return {key: value}, step
+
+
+def read_mlflow_metrics(metrics: Any, step: Any = None, *_: Any, **__: Any) -> _Logged:
+    """Read a call to ``mlflow.log_metrics``."""
+    return metrics, step
+
+
+def read_mlflow_client_metric(
+    _client: Any,
+    run_id: Any,  # noqa: ARG001
+    key: Any,
+    value: Any,
+    timestamp: Any = None,  # noqa: ARG001
+    step: Any = None,
+    *_: Any,
+    **__: Any,
+) -> _Logged:
+    """Read a call to ``MlflowClient.log_metric``; see `read_scalar` for the parameter names."""
+    return {key: value}, step
+
+
+def read_mlflow_batch(
+    _client: Any,
+    run_id: Any,  # noqa: ARG001
+    metrics: Any = (),
+    *_: Any,
+    **__: Any,
+) -> _Logged:
+    """Read a call to ``MlflowClient.log_batch``, whose metrics usually share one step."""
+    values = {metric.key: metric.value for metric in metrics}
+    return values, next((metric.step for metric in metrics), None)
+
+
 def read_accelerate_log(
     _accelerator: Any, values: Any, step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
@@ -71,11 +112,21 @@ _SUMMARY_WRITER = {
 }
 _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
 _LIGHTNING = {"_LoggerConnector.log_metrics": read_lightning_log}
-# The logging methods to wrap in each module, with the functions that read their arguments.
+# The logging functions and methods to wrap in each module, with the functions that read their
+# arguments.
 _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.utils.tensorboard.writer": _SUMMARY_WRITER,
     "tensorboardX.writer": _SUMMARY_WRITER,
     "wandb.sdk.wandb_run": {"Run.log": read_wandb_log},
+    "trackio.run": {"Run.log": read_trackio_log},
+    "mlflow.tracking.fluent": {
+        "log_metric": read_mlflow_metric,
+        "log_metrics": read_mlflow_metrics,
+    },
+    "mlflow.tracking.client": {
+        "MlflowClient.log_metric": read_mlflow_client_metric,
+        "MlflowClient.log_batch": read_mlflow_batch,
+    },
     "transformers.trainer": {"Trainer.log": read_trainer_log},
     "accelerate.accelerator": {"Accelerator.log": read_accelerate_log},
     f"lightning.pytorch.{_CONNECTOR}": _LIGHTNING,
@@ -88,8 +139,8 @@ def install(watch: ImportWatch, note_error: Callable[[Any], None]) -> None:
 
     def wrap_methods(module: Any) -> None:
         for name, read in _LOGGING_METHODS[module.__name__].items():
-            class_name, method_name = name.split(".")
-            owner = getattr(module, class_name)
+            class_name, _, method_name = name.rpartition(".")
+            owner = getattr(module, class_name) if class_name else module
             original = getattr(owner, method_name)
             setattr(owner, method_name, with_recording(original, read, note_error))
 

@@ -37,6 +37,7 @@ from holdfast.supervise.observe import logged_scalars
 from holdfast.supervise.observe.launchers import is_launcher, leave_signals_to_ranks
 from holdfast.supervise.observe.process_end import ProcessEnd
 from holdfast.supervise.observe.stack_writer import StackWriter
+from holdfast.supervise.observe.wandb_run import WandbObserver
 from holdfast.supervise.process_tree import read_start_ticks
 
 if TYPE_CHECKING:
@@ -105,10 +106,21 @@ class ProcessObserver:
         self._process_end = ProcessEnd(self.emit, self._on_exit, self.watch)
         os.register_at_fork(after_in_child=self._after_fork)
         on_recording(self._on_guard)
+        # This must come first: what W&B has already is not logged again, but it is recorded again.
+        WandbObserver(
+            self.watch, self._run_path, self._attempt_key(), _find_rank, self.emit, self.note_error
+        )
         logged_scalars.install(self.watch, self.note_error)
         self.watch.when_imported("torch", self._on_torch)
         for package in _ENVIRONMENT_PACKAGES:
             self.watch.when_imported(package, self._on_environments)
+
+    def _attempt_key(self) -> str:
+        """Return a text that is different at each start of the training processes.
+
+        torchrun restarts its workers within an attempt.
+        """
+        return f"{self._attempt}-{_read_number('TORCHELASTIC_RESTART_COUNT') or 0}"
 
     # --- the directory of this process ---
 
@@ -322,6 +334,12 @@ def _read_number(*names: str) -> int | None:
         if text.isdecimal() and len(text) <= _MAX_DIGITS:
             return int(text)
     return None
+
+
+def _find_rank() -> int | None:
+    """Return the rank of this process, or None if it has none."""
+    rank = _ranks_of_torch().get("rank")
+    return _read_number(*_RANK_VARIABLES["rank"]) if rank is None else rank
 
 
 def _ranks_of_torch() -> dict[str, int]:
