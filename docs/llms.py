@@ -41,7 +41,8 @@ _EXIT_CODES = """\
   started; 74 if the newest state of a guarded run could not be saved.
 - `holdfast save` and `holdfast stop`: 0 done; 1 not done within `--timeout`, or impossible; 2 no
   process holds the run.
-- `holdfast explain` of a run or a log: 0 if it ended well. Otherwise, the class of the cause:
+- `holdfast explain` of a run, a log or a record: 0 if nothing failed. Otherwise, the class of the
+  cause:
 """
 
 
@@ -74,12 +75,12 @@ def _commands() -> str:
 
 
 def _exit_codes() -> str:
-    from holdfast.explain.signatures.signature import FAMILIES
+    from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES
 
     failures = [
         f"{10 + number} {family}"
         for number, family in enumerate(FAMILIES)
-        if family != "ended well"
+        if family not in NO_FAILURES
     ]
     return f"{_EXIT_CODES}  {'; '.join(failures)}.\n"
 

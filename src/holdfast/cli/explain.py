@@ -24,6 +24,7 @@ from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.runs.recordings import near_path
 from holdfast.explain.signatures import UNJUDGED, WELL
+from holdfast.explain.signatures.endings import LOSS_FELL
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import folder_of_first_host
 
@@ -52,11 +53,13 @@ def run(
     topic: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RULE|RUN|LOG]",
+            metavar="[RULE|RUN|LOG|RECORD]",
             autocompletion=_complete_rule,
             help=(
-                "The id at the end of an error, such as H101; a run directory; a log file; or - for"
-                " standard input. Omit it to list all rules."
+                "The id at the end of an error, such as H101; a run directory; a log file; - for"
+                " standard input; or what another tool recorded: trainer_state.json, a TensorBoard"
+                " event file, a CSV file of Lightning, a W&B run, or the directory of one. Omit it"
+                " to list all rules."
             ),
         ),
     ] = None,
@@ -83,10 +86,10 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Explain a rule, or why a run ended.
+    """Explain a rule, why a run ended, or the loss that another tool recorded.
 
-    Exit codes for a run or a log: 0 if the run ended well, 10 and above for the class of the cause,
-    2 for incorrect usage.
+    Exit codes for a run, a log or a record: 0 if nothing failed, 10 and above for the class of the
+    cause, 2 for incorrect usage.
     """
     with failing_clearly(as_json=as_json):
         if bundle:
@@ -176,6 +179,9 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
         _refuse_options("standard input", attempt=attempt)
         return judge(collect_stream(sys.stdin.buffer, name="standard input", status=status))
     path = Path(topic).expanduser()
+    verdict = _verdict_on_record(path, attempt, status)
+    if verdict is not None:
+        return verdict
     if path.is_dir():
         _refuse_options("a run directory", status=status)
         return judge(collect(path, attempt))
@@ -188,10 +194,25 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
         fix = f"did you mean {near}?"
     raise PolicyError(
         f"{topic!r} does not exist",
-        limit="`holdfast explain` accepts a rule id, a run directory or a log file",
+        limit="`holdfast explain` accepts a rule id, a run directory, a log or a record",
         fix=fix,
         rule="H732",
     )
+
+
+def _verdict_on_record(path: Path, attempt: int | None, status: int | None) -> Verdict | None:
+    """Return the verdict on what another tool recorded, or None if the path is no such record."""
+    from holdfast.explain.records.finding import find_record
+
+    found = find_record(path)
+    if found is None:
+        return None
+    # These imports load the catalog of rules.
+    from holdfast.explain.records.judging import judge_record
+    from holdfast.explain.records.reading import read_record
+
+    _refuse_options("the record of another tool", attempt=attempt, status=status)
+    return judge_record(read_record(found))
 
 
 def _refuse_bundle(topic: str | None, *, as_json: bool) -> None:
@@ -212,11 +233,14 @@ def _refuse_bundle(topic: str | None, *, as_json: bool) -> None:
 def _bundle_of(topic: str, verdict: Verdict) -> str:
     """Return the evidence about a run or a log as Markdown."""
     # These imports load half of the code of the run's page.
+    from holdfast.explain.records.finding import find_record
     from holdfast.report.bundle import bundle_of_log, bundle_of_run
     from holdfast.report.page.attachments import read_end
     from holdfast.report.page.gathering import gather
 
     path = Path(topic).expanduser()
+    if find_record(path) is not None:
+        return bundle_of_log(verdict, "")
     if path.is_dir():
         return bundle_of_run(gather(path), verdict)
     return bundle_of_log(verdict, read_end(path) if path.is_file() else "")
@@ -275,6 +299,8 @@ def _print_headline(out: Console, verdict: Verdict) -> None:
 
 
 def _needs_no_action(verdict: Verdict) -> bool:
+    if verdict.family == "learning":
+        return verdict.cause in (LOSS_FELL, UNJUDGED.id)
     if verdict.family != "ended well":
         return False
     return verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
@@ -286,6 +312,8 @@ def _color(verdict: Verdict) -> str:
         return "default"
     if verdict.family == "ended well":
         return "green" if verdict.fix == WELL.fix else "yellow"
+    if verdict.family == "learning":
+        return "green" if verdict.cause == LOSS_FELL else "yellow"
     return "yellow" if verdict.family == "unknown" else "red"
 
 

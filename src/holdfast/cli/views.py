@@ -17,6 +17,7 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,7 @@ from holdfast.core.text import as_json_value, sanitise
 if TYPE_CHECKING:
     from holdfast.report.live.watching import Runs, Watched
     from holdfast.report.metrics.copying import CopySummary
+    from holdfast.report.page.gathered_run import GatheredRun
 
 # Maximum number of runs to compare; the page has this many distinct colors for runs.
 _MAX_COMPARED = 10
@@ -154,7 +156,16 @@ def _print_written(page: Path, data: bytes) -> None:
 
 
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run directories.")],
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN ...",
+            help=(
+                "Run directories, or what other tools recorded: trainer_state.json, a TensorBoard"
+                " event file, a CSV file of Lightning, a W&B run, or the directory of one."
+            ),
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path(
         "compare.html"
     ),
@@ -172,17 +183,17 @@ def compare(
 ) -> None:
     """Write an HTML page that compares runs: their curves, settings and outcomes.
 
-    With --fail-on-regression, the wall-clock time of the same steps in both runs is compared.
+    Runs that other tools recorded have no settings. With --fail-on-regression, the wall-clock time
+    of the same steps in both runs is compared.
     """
     regression = None
     with failing_clearly(as_json=as_json):
         from holdfast.report.page.comparing import Comparison
-        from holdfast.report.page.gathering import gather
         from holdfast.report.page.regression import measure_regression
-        from holdfast.report.sources import check_run
 
         # A run that is named twice counts only once.
-        paths = list(dict.fromkeys(check_run(path) for path in run_dirs))
+        readers = dict(_reader_of(path) for path in run_dirs)
+        paths = list(readers)
         if not 2 <= len(paths) <= _MAX_COMPARED:
             raise PolicyError(
                 f"cannot compare {len(paths)} different runs",
@@ -195,7 +206,7 @@ def compare(
         check_writable(page)
         limit = _limit_of_regression(fail_on_regression, paths)
         with working(f"reading {len(paths)} runs"):
-            comparison = Comparison([gather(path) for path in paths])
+            comparison = Comparison([read() for read in readers.values()])
             if limit is not None:
                 regression = measure_regression(
                     baseline=comparison.runs[0], other=comparison.runs[1], limit=limit
@@ -215,6 +226,29 @@ def compare(
             typer.echo(regression.sentence(*comparison.names))
     if regression is not None and regression.is_regression:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _reader_of(path: Path) -> tuple[Path, Callable[[], GatheredRun]]:
+    """Return the resolved path of a run and a function that reads it.
+
+    Args:
+        path: A run directory, or what another tool recorded.
+
+    Raises:
+        PolicyError: H105 if a directory holds several records of other tools.
+        RunDirectoryError: H731 if there is nothing to read, H733 if it cannot be read.
+    """
+    from holdfast.explain.records.finding import find_record
+    from holdfast.recorder.run_files import folder_of_first_host
+    from holdfast.report.page.gathering import gather
+    from holdfast.report.page.records import gather_record
+    from holdfast.report.sources import check_run
+
+    record = find_record(folder_of_first_host(path))
+    if record is not None:
+        return record.path.resolve(), partial(gather_record, record)
+    run = check_run(path)
+    return run, partial(gather, run)
 
 
 def _limit_of_regression(text: str | None, runs: Sequence[Path]) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.core.text import sanitise
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.signatures import WELL
-from holdfast.explain.signatures.signature import FAMILIES, Family, Restart
+from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES, Family, Restart
 from holdfast.explain.speed_finding import SpeedFinding
 
 _MAX_CHARACTERS = 20_000
@@ -89,7 +89,7 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """Return the exit code of ``holdfast explain``."""
-        if self.family == "ended well":
+        if self.family in NO_FAILURES:
             return 0
         return 10 + FAMILIES.index(self.family)
 

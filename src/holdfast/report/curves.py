@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.explain.records.series import SeriesPoint
 from holdfast.recorder.history import NAMES, Rows, merge_rows, rows_of
 from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
@@ -185,6 +186,26 @@ def curves_of_scalars(
             own_scale = not _counts_optimizer_steps(by_name[name][-1], times)
             curves[LOGGED + name] = replace(curve, own_scale=own_scale)
     return curves
+
+
+def curve_of_points(points: Sequence[SeriesPoint], most: int = MAX_POINTS) -> Curve | None:
+    """Return the curve of a metric that another tool recorded, or None if it has no values.
+
+    Args:
+        points: The points of its series, oldest first.
+        most: Maximum number of points of the curve.
+    """
+    rows = np.zeros(len(points), _SCALAR_ROW)
+    rows["number"] = np.arange(len(points))
+    if points:
+        steps, low, mean, high, finite, odd = zip(*points, strict=True)
+        rows["step"] = steps
+        rows["low"][:, 0] = low
+        rows["mean"][:, 0] = mean
+        rows["high"][:, 0] = high
+        rows["finite"][:, 0] = finite
+        rows["odd"][:, 0] = odd
+    return _curve(_ranges_of(merge_rows(rows, most, finest=2), 0))
 
 
 def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from holdfast.core.text import sanitise
 from holdfast.explain.certainty import CERTAINTIES
 from holdfast.explain.signatures.endings import NOT_JUDGED
-from holdfast.explain.signatures.signature import FAMILIES, Restart
+from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES, Restart
 from holdfast.explain.speed_finding import CAUSES, SpeedFinding
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
@@ -139,6 +139,6 @@ def tone(verdict: Verdict) -> Tone:
         return "unjudged"
     if verdict.is_plain_success:
         return "well"
-    if verdict.family in ("ended well", "unknown", "preempted"):
+    if verdict.family in (*NO_FAILURES, "unknown", "preempted"):
         return "unknown"
     return "failed"

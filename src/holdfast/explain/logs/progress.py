@@ -83,6 +83,11 @@ _EVALUATION = re.compile(
 )
 
 
+def names_an_evaluation(name: str) -> bool:
+    """Return whether the name of a metric says that it was computed in an evaluation."""
+    return _EVALUATION.search(name) is not None
+
+
 def is_progress_bar(text: str) -> bool:
     """Return whether a line contains a progress bar."""
     return _BAR.search(text, text.lower()) is not None

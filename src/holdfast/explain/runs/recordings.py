@@ -130,15 +130,28 @@ def open_recordings(run: Path) -> Recordings:
             H734 if a newer version of holdfast created it.
     """
     try:
-        names = {path.name for path in run.iterdir()}
+        supervised = _is_supervised(run)
+        if not supervised and not holds_recordings(run):
+            raise no_recording_error(run)
     except OSError as error:
         raise unreadable_error(run, error) from error
-    if names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER}:
+    if supervised:
         _check_format(run)
-        return Recordings(run=run, supervised=True)
-    if _GUARD_FOLDER in names and _folders_of_ranks(run):
-        return Recordings(run=run, supervised=False)
-    raise no_recording_error(run)
+    return Recordings(run=run, supervised=supervised)
+
+
+def holds_recordings(run: Path) -> bool:
+    """Return whether `holdfast run` or a Guard has recorded to a directory.
+
+    Raises:
+        OSError: If the directory cannot be read.
+    """
+    return _is_supervised(run) or bool(_folders_of_ranks(run))
+
+
+def _is_supervised(run: Path) -> bool:
+    names = {path.name for path in run.iterdir()}
+    return bool(names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER})
 
 
 def _check_format(run: Path) -> None:

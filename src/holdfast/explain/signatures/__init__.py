@@ -40,8 +40,8 @@ UNJUDGED = Signature(
     family="ended well",
     rank=90,
     means=(
-        "The command ended with status 0, but holdfast cannot tell whether it did what it was meant"
-        " to do."
+        "The command ended with status 0, or only its metrics are known, but holdfast cannot tell"
+        " whether it did what it was meant to do."
     ),
     fix=(
         "Check the script's own metrics, such as its validation loss. holdfast can judge a loss"

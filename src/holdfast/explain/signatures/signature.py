@@ -12,8 +12,9 @@ from typing import Literal, get_args
 
 from holdfast.explain.certainty import Certainty
 
-# The classes of causes. The exit code of ``holdfast explain`` is 0 for the first class and 10 plus
-# the index in this list for any other class, so the order of the classes must not change.
+# The classes of causes. The exit code of ``holdfast explain`` is 0 for the classes in `NO_FAILURES`
+# and 10 plus the index in this list for any other class, so their order must not change. The class
+# "learning" is what the record of another tool shows if nothing has failed.
 Family = Literal[
     "ended well",
     "unknown",
@@ -33,8 +34,10 @@ Family = Literal[
     "preempted",
     "crash",
     "user code",
+    "learning",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+NO_FAILURES: tuple[Family, ...] = ("ended well", "learning")
 
 # A root can be the original failure. A cascade is always the consequence of a failure elsewhere.
 Role = Literal["root", "cascade"]

@@ -23,7 +23,7 @@ _MAX_CHAIN_EXHIBITS = 3
 _MAX_CONFIRMATION_EXHIBITS = 3
 _MAX_CASCADE_EXHIBITS = 3
 
-_FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE = (
+FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE = (
     "Train a few steps in float32 without autocast: if the loss is finite then, use bfloat16, or"
     " keep the operation that overflows in float32. If it is not, check the first batch for NaN,"
     " empty targets and unscaled inputs, and the loaded weights for NaN. A learning rate is to"
@@ -78,7 +78,7 @@ def _fix(judgement: Judgement) -> str:
         if finding.rule == signature.id:
             return finding.fix
     if judgement.never_had_a_finite_loss:
-        return _FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE
+        return FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE
     unsaved = observations.unsaved_steps(evidence)
     if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.was_refused:
         return fix_of_training(evidence) or _FIX_OF_NONFINITE_STATE

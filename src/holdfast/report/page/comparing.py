@@ -26,6 +26,17 @@ _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 _OPTION = re.compile(r"--?[A-Za-z]")
 # Matches the name in a setting such as ``optimizer.lr=0.1``.
 _SETTING = re.compile(r"[\w+~./-]+")
+# Metrics whose best value is the highest or the lowest one. Of others, such as a learning rate, no
+# value is the best.
+_IS_BETTER_HIGH = re.compile(
+    r"(?<![a-z])(?:acc(?:uracy)?|f1|auc|auroc|bleu|rouge\w*|m?ap\d*|iou|miou|precision|recall|psnr"
+    r"|ssim|r2|reward)(?![a-z])",
+    re.IGNORECASE,
+)
+_IS_BETTER_LOW = re.compile(
+    r"loss|(?<![a-z])(?:err(?:or)?|wer|cer|ppl|perplexity|mae|mse|rmse|nll|bpb|fid)(?![a-z])",
+    re.IGNORECASE,
+)
 
 
 class Comparison:
@@ -92,7 +103,14 @@ def _table(columns: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _facts(run: GatheredRun) -> dict[str, str]:
-    facts = {"verdict": _verdict(run), **key_figures(run), **_newest_numbers(run)}
+    facts = {"verdict": _verdict(run)}
+    if run.tool:
+        # A record of another tool has none of the other key figures.
+        facts["recorded by"] = run.tool
+        facts["steps"] = f"{max(lane.last_step for lane in run.lanes):,}"
+    else:
+        facts |= key_figures(run)
+    facts |= _numbers(run)
     if run.verdict is not None and run.verdict.speed:
         finding = run.verdict.speed[0]
         facts["speed"] = f"{finding.title} ({finding.cause})"
@@ -141,16 +159,29 @@ def _arguments(command: str) -> dict[str, str]:
     }
 
 
-def _newest_numbers(run: GatheredRun) -> dict[str, str]:
-    """Return the newest loss, and the newest value of each logged or validated metric."""
-    newest = {}
+def _numbers(run: GatheredRun) -> dict[str, str]:
+    """Return the newest and the best loss, and those of each logged or validated metric."""
+    numbers = {}
     for lane in _joined_lanes(run, ""):
         for name, curve in lane.curves.items():
-            finite = curve.values[np.isfinite(curve.values)]
-            if len(finite) and (name == "loss" or name.startswith(LOGGED)):
-                title = f"newest {name.removeprefix(LOGGED)}{lane.label}"
-                newest[title] = f"{finite[-1]:.6g}"
-    return newest
+            if not len(curve.finite) or not (name == "loss" or name.startswith(LOGGED)):
+                continue
+            metric = name.removeprefix(LOGGED)
+            numbers[f"newest {metric}{lane.label}"] = _newest(curve)
+            if _IS_BETTER_HIGH.search(metric):
+                numbers[f"highest {metric}{lane.label}"] = f"{curve.finite.max():.6g}"
+            elif _IS_BETTER_LOW.search(metric):
+                numbers[f"lowest {metric}{lane.label}"] = f"{curve.finite.min():.6g}"
+    return numbers
+
+
+def _newest(curve: Curve) -> str:
+    """Return the newest value of a curve that has a finite value."""
+    is_finite = np.isfinite(curve.values)
+    newest_step = curve.steps[is_finite][-1]
+    if len(curve.nonfinite) and curve.nonfinite[-1] > newest_step:
+        return "not finite"
+    return f"{curve.values[is_finite][-1]:.6g}"
 
 
 def _joined_lanes(run: GatheredRun, name: str) -> Iterator[Lane]:

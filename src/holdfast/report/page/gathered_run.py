@@ -67,6 +67,7 @@ class GatheredRun(RunSnapshot):
         images: Images sorted by tag, newest first within a tag.
         stacks: The newest stack dumps.
         output: The last part of the run's output.
+        tool: The tool that recorded the run, such as "TensorBoard"; empty if holdfast did.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -76,3 +77,4 @@ class GatheredRun(RunSnapshot):
     images: tuple[PageImage, ...] = ()
     stacks: tuple[RecordedStacks, ...] = ()
     output: str = ""
+    tool: str = ""

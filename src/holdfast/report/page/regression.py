@@ -108,6 +108,14 @@ def measure_regression(baseline: GatheredRun, other: GatheredRun, limit: float) 
     Raises:
         PolicyError: H105 if the runs have too few steps in common.
     """
+    for run in (baseline, other):
+        if run.tool:
+            raise PolicyError(
+                f"{run.path} was recorded by another tool ({run.tool})",
+                limit="such records do not hold the times of steps, which are compared",
+                fix="record both runs with `holdfast run`, or omit --fail-on-regression.",
+                rule="H105",
+            )
     times = [_end_times(run) for run in (baseline, other)]
     steps = sorted(times[0].keys() & times[1].keys())
     # A stretch may not contain a gap, such as a restart or steps that only one run has recorded.
