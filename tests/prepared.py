@@ -47,6 +47,7 @@ _LOADED = (
     "holdfast.forecast.job.training_job",
     "holdfast.forecast.trace.tracer",
     "holdfast.forecast.kernels.scratch_cpu",
+    "holdfast.cli.run",  # see `forked_attempts`
 )
 FRAMEWORKS = (
     *_LOADED[:5],
@@ -58,22 +59,25 @@ FRAMEWORKS = (
     "holdfast.integrations.accelerate",
 )
 """What a process may have loaded that is started for a framework."""
+WITHOUT_HOLDFAST = ("torch", "numpy", "torch._dynamo")
+"""What a process may have loaded whose script imports holdfast where it is observed."""
 
 _starting = threading.Lock()
 
 
-class Prepared(subprocess.Popen[Any]):
-    """A `subprocess.Popen` of Python with given arguments, started from a process that is prepared.
+class Forked(subprocess.Popen[Any]):
+    """A `subprocess.Popen` of Python with given arguments, which a server forks.
 
-    That has loaded some modules, as far as they are installed. `given` are ``stdin``, ``stdout``,
-    ``stderr``, ``env``, ``cwd``, ``text`` and ``start_new_session`` of `Popen`.
+    `given` are ``stdin``, ``stdout``, ``stderr``, ``env``, ``cwd``, ``text`` and
+    ``start_new_session`` of `Popen`.
     """
 
-    def __init__(
-        self, arguments: Sequence[object], *, loaded: tuple[str, ...] = _LOADED, **given: Any
-    ) -> None:
-        self._loaded = loaded
+    def __init__(self, arguments: Sequence[object], **given: Any) -> None:
         super().__init__(list(map(str, arguments)), **given)
+
+    def _connect(self) -> socket.socket:
+        """Return the connection to the server."""
+        raise NotImplementedError
 
     def _execute_child(
         self,
@@ -96,7 +100,7 @@ class Prepared(subprocess.Popen[Any]):
         restore: Any,
         *rest: Any,
     ) -> None:
-        """Have the prepared process fork, in place of forking here."""
+        """Have the server fork, in place of forking here."""
         started_session = bool(rest[4])
         told, status = os.pipe()
         standard = [
@@ -109,13 +113,26 @@ class Prepared(subprocess.Popen[Any]):
             "session": started_session,
         }
         with _starting:
-            server = _server(self._loaded)
+            server = self._connect()
         socket.send_fds(server, [json.dumps(request).encode()], [*standard, status])
         os.close(status)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
         self._child_created = True
         self._told = os.fdopen(told, "rb")
         self.pid = int(self._told.readline())
+
+
+class Prepared(Forked):
+    """A `Forked` from a process that has loaded some modules, as far as they are installed."""
+
+    def __init__(
+        self, arguments: Sequence[object], *, loaded: tuple[str, ...] = _LOADED, **given: Any
+    ) -> None:
+        self._loaded = loaded
+        super().__init__(arguments, **given)
+
+    def _connect(self) -> socket.socket:
+        return _server(self._loaded)
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
         if self.returncode is None and select.select([self._told], [], [], 0)[0]:
@@ -212,7 +229,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 poll.unregister(ready)
                 _tell_the_end(ready, *running.pop(ready))
                 continue
-            data, (*streams, status) = _received(channel)
+            data, (*streams, status) = receive(channel)
             child = os.fork()
             if child == 0:
                 channel.close()
@@ -227,9 +244,10 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
             poll.register(descriptor, select.POLLIN)
 
 
-def _received(channel: socket.socket) -> tuple[bytes, list[int]]:
+def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """Return a request and its descriptors; exit if nobody is left who could make one."""
     data, descriptors, *_ = socket.recv_fds(channel, 1 << 20, 4)
-    if not data:  # the tests are over
+    if not data:
         os._exit(0)
     return data, descriptors
 
@@ -242,7 +260,7 @@ def _tell_the_end(descriptor: int, child: int, status: int) -> None:
     os.close(status)
 
 
-def _become(request: dict[str, Any], streams: list[int]) -> None:
+def become(request: dict[str, Any], streams: list[int]) -> None:
     """Be the program that was asked for, as far as a process can be that has started already."""
     if request["session"]:
         os.setsid()
@@ -274,4 +292,4 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(*_serve(socket.socket(fileno=int(sys.argv[1]))))

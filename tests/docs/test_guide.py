@@ -4,8 +4,6 @@ table about `torch.compile` is true.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,10 @@ import pytest
 import torch
 from tests.docs.pages import DOCS, blocks
 from tests.prepared import run_prepared
+from tests.ranks.harness import all_returned, run_ranks
 from tests.unit.learning.test_compiled import Graphs
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.core.errors import PolicyError
@@ -117,42 +117,36 @@ def test_what_is_refused(graphs: Graphs, tmp_path: Path) -> None:
         trained(tmp_path / "names", graphs, recompute=["0"])
 
 
-DDP = """
-import sys, torch, holdfast
-from torch.nn.parallel import DistributedDataParallel
-torch.distributed.init_process_group("gloo")
-how, compiled = sys.argv[1], lambda model: torch.compile(model, backend="aot_eager")
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
-if how == "in place":
-    model.compile(backend="aot_eager")
-called = DistributedDataParallel(compiled(model) if how == "inside" else model)
-called = compiled(called) if how == "outside" else called
-sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-guard = holdfast.Guard(sys.argv[2], model=called, optimizer=sgd, loader=holdfast.DataLoader(torch.randn(96, 8), 16))
-for batch in guard.batches(max_epochs=2):
-    guard.step(batch, lambda x: (called(x) - x.sum(1, keepdim=True)).square().mean())
-if torch.distributed.get_rank() == 0:
-    print("result", guard.global_step, sum(p.double().abs().sum().item() for p in model.parameters()))
-"""
+def trained_on_two_ranks(rank: int, how: str, run: Path) -> tuple[int, float]:
+    """Train under DDP, compiled in one of three ways or not, and return the steps and a sum."""
+
+    def compiled(module: nn.Module) -> nn.Module:
+        return torch.compile(module, backend="aot_eager")
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    if how == "in place":
+        model.compile(backend="aot_eager")
+    called = DistributedDataParallel(compiled(model) if how == "inside" else model)
+    if how == "outside":
+        called = compiled(called)
+    guard = holdfast.Guard(
+        run,
+        model=called,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loader=holdfast.DataLoader(torch.randn(96, 8), 16),
+    )
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, lambda x: (called(x) - x.sum(1, keepdim=True)).square().mean())
+    return guard.global_step, sum(p.double().abs().sum().item() for p in model.parameters())
 
 
 def test_three_ways_to_compile_several_processes(tmp_path: Path) -> None:
     """Each trains, to the bits of what is not compiled: its backend changes no kernel."""
-    (tmp_path / "ddp.py").write_text(DDP)
-    said = set()
+    results = set()
     for how in ("eager", "outside", "inside", "in place"):
-        given = [
-            Path(sys.executable).with_name("torchrun"),
-            "--nproc-per-node",
-            "2",
-            "ddp.py",
-            how,
-            f"runs/{how}",
-        ]
-        ended = subprocess.run(
-            given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        said |= {line for line in ended.stdout.splitlines() if line.startswith("result 6 ")}
-    assert len(said) == 1
+        ends = run_ranks(trained_on_two_ranks, 2, how, tmp_path / how)
+        results.update(all_returned(ends))
+
+    assert len(results) == 1
+    assert results.pop()[0] == 6

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.prepared import Prepared
+from tests.prepared import WITHOUT_HOLDFAST, Prepared
 from typer.testing import CliRunner
 
 from holdfast.chaos import trials
@@ -59,17 +59,21 @@ os._exit(0)
 """
 
 
-@pytest.fixture(autouse=True)
-def _forked(monkeypatch):
-    """Let commands be forked from a process that has torch loaded."""
-    own = SimpleNamespace(
-        Popen=lambda command, **given: Prepared(command[7:], **given),
+def forking(**settings):
+    """Return what trials use of `subprocess`, with commands that are forked; see `Prepared`."""
+    return SimpleNamespace(
+        Popen=lambda command, **given: Prepared(command[7:], **settings, **given),
         **{
             name: getattr(subprocess, name)
             for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
         },
     )
-    monkeypatch.setattr(trials, "subprocess", own)
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Let commands be forked from a process that has torch loaded."""
+    monkeypatch.setattr(trials, "subprocess", forking())
     monkeypatch.setattr(cli, "adopt_orphans", lambda: None)  # this process has other children
 
 
@@ -579,8 +583,7 @@ def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
     """Half-way through its file, by a full or failing disk, and in a checkpoint, not its
     records: it is exact.
     """
-    # Holdfast is imported where it is observed
-    monkeypatch.setattr(trials, "subprocess", subprocess)
+    monkeypatch.setattr(trials, "subprocess", forking(loaded=WITHOUT_HOLDFAST))
     (origin / "train.py").write_text(_GUARDED)
     kinds = ("save", "disk", "io", "clock", "damage")
     report = tried([sys.executable, "train.py"], origin, *kinds)

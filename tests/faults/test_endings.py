@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked_attempts import run_supervised
 
 from holdfast.explain.signatures import WELL
 from holdfast.report.verdicts import tone, verdict_from
 
 pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parent / "programs" / "endings"
-CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
 _TIMEOUT_SECONDS = 300.0
 
 
 def verdict_on(run: Path, name: str, *arguments: str) -> dict[str, Any]:
     """Return the verdict on a program of this folder that ended with status 0."""
-    command = [
-        *CLI,
-        "--run-dir",
-        str(run),
-        "--restart-delay",
-        "0",
-        "--",
-        sys.executable,
-        str(PROGRAMS / name),
-    ]
+    options = ["--run-dir", run, "--restart-delay", "0"]
+    command = [sys.executable, PROGRAMS / name, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_SECONDS,
-    )
+    ended = run_supervised([*options, "--", *command], env=environment, timeout=_TIMEOUT_SECONDS)
     assert ended.returncode == 0, ended.stderr
     verdict: dict[str, Any] = json.loads((run / "verdict.json").read_text())
     return verdict

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked_attempts import supervise_forked
+from tests.prepared import WITHOUT_HOLDFAST
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
@@ -46,21 +48,17 @@ for batch in guard.batches(max_steps=200):
         print("waits", flush=True)
         time.sleep(1000)
 """
-CLI = [
-    sys.executable,
-    "-c",
-    "from holdfast.cli.main import main; main()",
-    "run",
-    "--restart-delay",
-    "0.1",
-]
 
 
 def start(tmp_path: Path, *words: str) -> subprocess.Popen[bytes]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [*CLI, "--run-dir", "runs/a", "--", sys.executable, "train.py", *words]
-    return subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    options = ["--restart-delay", "0.1", "--run-dir", "runs/a"]
+    return supervise_forked(
+        [*options, "--", sys.executable, "train.py", *words],
+        loaded=WITHOUT_HOLDFAST,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import run_prepared
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
@@ -64,6 +65,25 @@ def ran(tmp_path: Path, text: str, *, observed: bool = True, ends: int = 0) -> s
         timeout=300,
     )
     assert done.returncode == ends, done.stdout + done.stderr
+    assert not [path.read_text() for path in run.glob("processes/failed-*")]
+    return done.stdout
+
+
+def ran_forked(tmp_path: Path, text: str, *, observed: bool) -> str:
+    """Run a script without the stub of W&B, forked from a process that has loaded torch alone.
+
+    The script still imports its framework, which is when the observer takes note of it.
+    """
+    (tmp_path / "script.py").write_text(HEAD + text)
+    run = tmp_path / "run"
+    run.mkdir()
+    done = run_prepared(
+        ["script.py"],
+        cwd=tmp_path,
+        env=make_observed_environment(os.environ, run, 0) if observed else dict(os.environ),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert not [path.read_text() for path in run.glob("processes/failed-*")]
     return done.stdout
 
@@ -221,7 +241,7 @@ def test_what_a_framework_logs(
     """
     pytest.importorskip(framework)
     text = FRAMEWORKS[framework].replace("GUARDED", str(guarded))
-    lines = [line.split() for line in ran(tmp_path, text, observed=observed).splitlines()]
+    lines = [line.split() for line in ran_forked(tmp_path, text, observed=observed).splitlines()]
     logs = [(int(line[1]), pytest.approx(float(line[2]))) for line in lines if line[:1] == ["logs"]]
     (ring,) = tmp_path.rglob("scalars.ring")
     assert ("recorder" in ring.parts) is guarded

@@ -5,13 +5,13 @@ loop still runs.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recipes.demo.small_disk import command_with_small_disk
+from tests.forked_attempts import run_supervised
 from tests.prepared import run_prepared
 
 from holdfast.checkpoint.store import Store
@@ -109,19 +109,9 @@ def test_a_full_disk_at_the_end_is_an_exit_code(start: Any, small_disk: Path) ->
 def test_the_supervisor_does_not_start_it_again_and_says_why(tmp_path: Path) -> None:
     """The verdict is that it finished and was not saved; the exit code is passed on."""
     request = json.dumps({"run_dir": str(tmp_path / "run"), "fault": "no_room", "end": "returns"})
-    command = [
-        "run",
-        "--run-dir",
-        str(tmp_path / "supervised"),
-        "--",
-        sys.executable,
-        str(PROGRAM),
-        request,
-    ]
+    command = [sys.executable, PROGRAM, request]
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "holdfast", *command], capture_output=True, timeout=200, check=False
-    )
+    ended = run_supervised(["--run-dir", tmp_path / "supervised", "--", *command], timeout=200)
 
     verdict = json.loads((tmp_path / "supervised" / "verdict.json").read_text())
     assert (ended.returncode, verdict["cause"], verdict["restart"]) == (

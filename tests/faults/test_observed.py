@@ -76,8 +76,9 @@ def train(tmp_path: Path) -> Train:
             "OMP_NUM_THREADS": "1",
         }
         given: dict[str, Any] = {"cwd": place, "env": environment, "timeout": _SECONDS}
-        loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
-        if observed and (anew or program == PEERS):  # before torch is imported
+        # Where it is observed, a framework is imported after the observer has come.
+        loaded = {"loaded": FRAMEWORKS} if program == PEERS and not observed else {}
+        if observed and anew:  # before torch is imported
             command = [sys.executable, str(program), *arguments]
             ended = subprocess.run(command, **given, capture_output=True, text=True, check=False)
         else:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked_attempts import run_supervised
 
 from holdfast.recorder.reader import read_events
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
-HOLDFAST_RUN = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
 OUT_OF_TIME = {"policy": {"max_time": "1s", "stop_exit_code": 85}}
 REFUSED = 75
 
@@ -41,8 +41,8 @@ def supervise(
             monkeypatch.setenv(name, value)
         places = {"run_dir": str(tmp_path / "guarded"), "trace": str(tmp_path / "trace")}
         training = [sys.executable, str(PROGRAM), json.dumps({**places, **request})]
-        command = [*HOLDFAST_RUN, "--run-dir", str(tmp_path / "run"), "--requeue", "--", *training]
-        return subprocess.run(command, check=False, capture_output=True, text=True)
+        options = ["--run-dir", tmp_path / "run", "--requeue"]
+        return run_supervised([*options, "--", *training], timeout=300)
 
     return run
 

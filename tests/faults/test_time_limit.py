@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked_attempts import run_supervised
 
 from holdfast.explain.collecting import collect
 from holdfast.explain.judging import judge
@@ -17,7 +17,6 @@ from holdfast.explain.judging import judge
 pytestmark = pytest.mark.slow
 
 PROGRAMS = Path(__file__).parent / "programs"
-HOLDFAST_RUN = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
 STOPPED = "H1623"
 # The 32 steps of the program then take more than the time that a run is given.
 SLOW = {"seconds_per_step": 0.4, "save_interval_steps": 1000}
@@ -76,7 +75,7 @@ def test_the_supervisor_does_not_restart_a_run_whose_time_is_over(tmp_path):
     def supervise(*options: str, **more: Any) -> int:
         command = [sys.executable, str(PROGRAMS / "train.py"), json.dumps({**request, **more})]
         place = ["--run-dir", str(tmp_path / "run"), *options]
-        return subprocess.run([*HOLDFAST_RUN, *place, "--", *command], check=False).returncode
+        return run_supervised([*place, "--", *command], timeout=300).returncode
 
     policy = {"max_time": f"{TIME_SECONDS}s", **request["policy"]}
     assert supervise(seconds_per_step=0.2, policy=policy) == 85

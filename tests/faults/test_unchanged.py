@@ -1,4 +1,8 @@
-"""`holdfast run --resume` with scripts that do not import holdfast, and real kills."""
+"""`holdfast run --resume` with scripts that do not import holdfast, and real kills.
+
+Most tests fork the supervisor and its scripts from a process that has loaded torch. Two start the
+command as a user does: one is killed and continued, one is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.forked_attempts import run_supervised, supervise_forked
+from tests.prepared import run_prepared
 
 from holdfast.recorder.reader import read_events
 
@@ -35,34 +41,65 @@ class Outcome:
         return [line for line in self.lines if line.startswith(("digest", "best"))]
 
 
-def environment(*, save_every: int) -> dict[str, str]:
-    """Return the environment of the scripts. The number of threads changes how sums are rounded."""
-    return {
+def environment(*, save_every: int = 5, kill_at_step: int | None = None) -> dict[str, str]:
+    """Return the environment of the scripts.
+
+    The number of threads changes how sums are rounded. Saves wait for the disk, so that it does not
+    depend on the disk from which step a killed script continues.
+    """
+    variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
         "HOLDFAST_SAVE_INTERVAL_STEPS": str(save_every),
+        "HOLDFAST_ASYNC_SAVE": "false",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def run(
-    command: list[str], folder: Path, *, kill_at_step: int | None = None, save_every: int = 5
-) -> Outcome:
-    """Run a command in a folder, and let it save every few steps."""
-    variables = environment(save_every=save_every)
     if kill_at_step is not None:
         variables["KILL_AT_STEP"] = str(kill_at_step)
-    done = subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    return variables
+
+
+def run_plain(script: Path, folder: Path) -> Outcome:
+    """Run a script without holdfast."""
+    return outcome_of(
+        run_prepared([KILLED_AT_STEP, script], cwd=folder, env=environment(), timeout=300)
     )
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("---")]
-    return Outcome(done.returncode, lines, done.stderr)
 
 
-def resumable(script: Path | str, *arguments: str) -> list[str]:
-    """Return the command that runs a script with `--resume`, and does not restart it by itself."""
+def run_resumable(
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    kill_at_step: int | None = None,
+) -> Outcome:
+    """Run a script with `--resume`, forked, and let it save every few steps."""
+    words = [*options, *resumable(script, *arguments)]
+    variables = environment(kill_at_step=kill_at_step)
+    return outcome_of(run_supervised(words, cwd=folder, env=variables, timeout=300))
+
+
+def run_command(script: Path, folder: Path, *, kill_at_step: int | None = None) -> Outcome:
+    """Run a script as a user does: from the shell, and saved in the background."""
+    command = [sys.executable, "-m", "holdfast", "run", *resumable(script)]
+    variables = environment(kill_at_step=kill_at_step) | {"HOLDFAST_ASYNC_SAVE": "true"}
+    return outcome_of(
+        subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+        )
+    )
+
+
+def outcome_of(ended: subprocess.CompletedProcess[str]) -> Outcome:
+    """Return how a process has ended, without the lines of the supervisor."""
+    lines = [line for line in ended.stdout.splitlines() if not line.startswith("---")]
+    return Outcome(ended.returncode, lines, ended.stderr)
+
+
+def resumable(script: Path, *arguments: str) -> list[str]:
+    """Return the words after `holdfast run`: the script is resumed, but not restarted."""
     return [
-        *(sys.executable, "-m", "holdfast", "run", "--quiet", "--resume", "--max-restarts", "0"),
+        *("--quiet", "--resume", "--max-restarts", "0"),
         *("--", sys.executable, KILLED_AT_STEP, str(script), *arguments),
     ]
 
@@ -70,7 +107,7 @@ def resumable(script: Path | str, *arguments: str) -> list[str]:
 @cache
 def undisturbed(script: str, folder: Path) -> Outcome:
     """Run a script without holdfast, once for all tests."""
-    return run([sys.executable, KILLED_AT_STEP, str(PROGRAMS / script)], folder)
+    return run_plain(PROGRAMS / script, folder)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +136,27 @@ def saved_steps(folder: Path, script: str = "killed_at_step") -> list[int]:
 
 
 @pytest.mark.slow
+def test_command_that_was_killed_is_continued_by_the_same_command(
+    tmp_path: Path, plain_folder: Path
+) -> None:
+    """`holdfast run --resume` passes on how the script ended, and the next one continues it."""
+    script = PROGRAMS / "functions.py"
+    plain = undisturbed("functions.py", plain_folder)
+
+    killed = run_command(script, tmp_path, kill_at_step=47)
+    resumed = run_command(script, tmp_path)
+
+    assert killed.status == 128 + signal.SIGKILL
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.results == plain.results
+    assert set(plain.lines) == set(killed.lines) | set(resumed.lines)
+    assert "steps_repeated" in guard_events(tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "kill_at_step"),
     [
-        ("functions.py", 47),
         ("functions.py", 78),
         ("early_stopping.py", 78),
         ("counters.py", 47),
@@ -116,9 +170,9 @@ def test_killed_script_continues_exactly(
     """A script that is killed within an epoch continues there, with the results of an undisturbed one."""
     plain = undisturbed(script, plain_folder)
 
-    killed = run(resumable(PROGRAMS / script), tmp_path, kill_at_step=kill_at_step)
+    killed = run_resumable(PROGRAMS / script, tmp_path, kill_at_step=kill_at_step)
     assert "save_postponed" not in guard_events(tmp_path)
-    resumed = run(resumable(PROGRAMS / script), tmp_path)
+    resumed = run_resumable(PROGRAMS / script, tmp_path)
 
     assert killed.status == 128 + signal.SIGKILL
     assert resumed.status == 0, resumed.stderr
@@ -134,16 +188,17 @@ def test_best_checkpoint_of_the_script_is_not_overwritten(
     """Finished epochs are not run again, so the script's own files stay as they are."""
     import torch
 
+    script = PROGRAMS / "early_stopping.py"
     undisturbed("early_stopping.py", plain_folder)
-    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=150)
+    run_resumable(script, tmp_path, kill_at_step=154)
     before = (tmp_path / "best.pt").stat().st_mtime_ns
     # The second attempt ends before its first epoch does, so no new weights can be the best ones.
     rest_of_epoch = STEPS_PER_EPOCH - saved_steps(tmp_path)[-1] % STEPS_PER_EPOCH
 
-    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path, kill_at_step=rest_of_epoch)
+    run_resumable(script, tmp_path, kill_at_step=rest_of_epoch)
 
     assert (tmp_path / "best.pt").stat().st_mtime_ns == before
-    run(resumable(PROGRAMS / "early_stopping.py"), tmp_path)
+    run_resumable(script, tmp_path)
     best = torch.load(tmp_path / "best.pt")
     expected = torch.load(plain_folder / "best.pt")
     assert all(torch.equal(best[name], expected[name]) for name in expected)
@@ -324,7 +379,8 @@ import subprocess, sys
 for epoch in range(4):
     for inputs, labels in loader:
         train_on(inputs, labels)
-    subprocess.run([sys.executable, "-c", "from torch.utils.data import DataLoader as L; list(L([1, 2]))"], check=True)
+    if epoch == 1:  # before the kill, and once more before the resumed loop
+        subprocess.run([sys.executable, "-c", "from torch.utils.data import DataLoader as L; list(L([1, 2]))"], check=True)
 """,
     "transforms that are modules, in workers": """
 class Transformed(torch.utils.data.Dataset):
@@ -420,10 +476,10 @@ for epoch in range(4):
 def test_forms_of_loops_continue_exactly(form: str, tmp_path: Path) -> None:
     """Loops of these forms have the same results whether or not they were killed."""
     script = write_script(tmp_path, HEAD + VARIANTS[form] + "\nprint('digest', digest(model))\n")
-    plain = run([sys.executable, KILLED_AT_STEP, str(script)], tmp_path)
+    plain = run_plain(script, tmp_path)
 
-    killed = run(resumable(script), tmp_path, kill_at_step=54)
-    resumed = run(resumable(script), tmp_path)
+    killed = run_resumable(script, tmp_path, kill_at_step=54)
+    resumed = run_resumable(script, tmp_path)
 
     assert killed.status == 128 + signal.SIGKILL, killed.stderr
     assert resumed.status == 0, resumed.stderr
@@ -438,10 +494,22 @@ def test_script_that_cannot_be_resumed_is_refused(reason: str, tmp_path: Path) -
     """A script that could not be resumed exactly ends at its first step with exit code 2."""
     script = write_script(tmp_path, HEAD + REFUSED[reason] + "\nprint('trained')\n")
 
-    refused = run(resumable(script), tmp_path)
+    refused = run_resumable(script, tmp_path)
 
     assert refused.status == 2, refused.stderr
     assert "[H738]" in refused.stderr or "[H107]" in refused.stderr
+    assert refused.lines == []
+
+
+@pytest.mark.slow
+def test_command_ends_with_2_if_its_script_is_refused(tmp_path: Path) -> None:
+    """The exit code of a refused script is that of `holdfast run --resume`."""
+    script = write_script(tmp_path, HEAD + REFUSED["no loader"] + "\nprint('trained')\n")
+
+    refused = run_command(script, tmp_path)
+
+    assert refused.status == 2, refused.stderr
+    assert "[H738]" in refused.stderr
     assert refused.lines == []
 
 
@@ -460,9 +528,9 @@ for epoch in range(4):
 torch.save(model.state_dict(), "final.pt")
 """,
     )
-    run(resumable(script), tmp_path, kill_at_step=34)
+    run_resumable(script, tmp_path, kill_at_step=34)
 
-    resumed = run(resumable(script), tmp_path)
+    resumed = run_resumable(script, tmp_path)
 
     assert resumed.status == 2
     assert "[H739]" in resumed.stderr
@@ -487,9 +555,9 @@ for epoch in range(4):
 torch.save(model.state_dict(), "final.pt")
 """,
     )
-    run(resumable(script), tmp_path, kill_at_step=34)
+    run_resumable(script, tmp_path, kill_at_step=34)
 
-    resumed = run(resumable(script), tmp_path)
+    resumed = run_resumable(script, tmp_path)
 
     assert resumed.status == 2
     assert "[H739]" in resumed.stderr
@@ -511,7 +579,7 @@ for epoch in range(3):
 """,
     )
 
-    done = run(resumable(script), tmp_path)
+    done = run_resumable(script, tmp_path)
 
     assert done.status == 0, done.stderr
     assert "resume_may_differ" in guard_events(tmp_path)
@@ -519,26 +587,22 @@ for epoch in range(3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_optimizer", [False, True])
-def test_script_without_an_optimizer_is_reported(*, steps_optimizer: bool, tmp_path: Path) -> None:
-    """The summary says whether the script was saved at all."""
-    update = "optimizer.step()" if steps_optimizer else "weight.data.add_(weight.grad, alpha=-0.1)"
+def test_script_without_an_optimizer_is_reported(tmp_path: Path) -> None:
+    """The summary says that the script was not saved."""
     script = write_script(
         tmp_path,
         HEAD
-        + f"""
+        + """
 weight = model[0].weight
 for inputs, labels in loader:
     model(inputs).square().mean().backward()
-    {update}
+    weight.data.add_(weight.grad, alpha=-0.1)
 """,
     )
-    command = resumable(script)
-    command.insert(command.index("--"), "--json")
 
-    done = run(command, tmp_path)
+    done = run_resumable(script, tmp_path, options=("--json",))
 
-    assert json.loads(done.lines[-1])["saved"] is steps_optimizer
+    assert json.loads(done.lines[-1])["saved"] is False
 
 
 @pytest.mark.slow
@@ -558,9 +622,9 @@ for epoch in range(start, 4):
     torch.save({"epoch": epoch + 1}, "own.pt")
 """,
     )
-    run(resumable(script), tmp_path, kill_at_step=47)
+    run_resumable(script, tmp_path, kill_at_step=47)
 
-    resumed = run(resumable(script), tmp_path)
+    resumed = run_resumable(script, tmp_path)
 
     assert resumed.status == 2
     assert "[H739]" in resumed.stderr
@@ -569,11 +633,11 @@ for epoch in range(start, 4):
 @pytest.mark.slow
 def test_stopped_script_saves_and_continues(tmp_path: Path, plain_folder: Path) -> None:
     """After SIGTERM, the script saves at once and stops a few steps later, for the proof."""
+    script = PROGRAMS / "functions.py"
     plain = undisturbed("functions.py", plain_folder)
-    command = resumable(PROGRAMS / "functions.py")
     printed = []
-    with subprocess.Popen(
-        command,
+    with supervise_forked(
+        resumable(script),
         cwd=tmp_path,
         env=environment(save_every=1000),
         stdout=subprocess.PIPE,
@@ -587,7 +651,7 @@ def test_stopped_script_saves_and_continues(tmp_path: Path, plain_folder: Path) 
                 break
         printed += process.stdout.readlines()
 
-    resumed = run(command, tmp_path)
+    resumed = run_resumable(script, tmp_path)
 
     assert process.returncode == 0
     assert not any(line.startswith("digest") for line in printed)
@@ -612,8 +676,8 @@ for epoch in range(4):
 print("digest", digest(model))
 """,
     )
-    plain = run([sys.executable, KILLED_AT_STEP, str(script)], tmp_path)
-    with subprocess.Popen(
+    plain = run_plain(script, tmp_path)
+    with supervise_forked(
         resumable(script),
         cwd=tmp_path,
         env=environment(save_every=1000) | {"PAUSE": "0.5"},
@@ -627,7 +691,7 @@ print("digest", digest(model))
         stopped = subprocess.run([sys.executable, "-m", "holdfast", "stop", str(guard)])
         process.stdout.read()
 
-    resumed = run(resumable(script), tmp_path)
+    resumed = run_resumable(script, tmp_path)
 
     assert (stopped.returncode, process.returncode, resumed.status) == (0, 0, 0), resumed.stderr
     assert resumed.results == plain.results
@@ -638,14 +702,15 @@ print("digest", digest(model))
 
 @pytest.mark.slow
 def test_complete_run_is_not_started_again(tmp_path: Path) -> None:
-    """A finished run ends at once with 0, and another command in its directory with 2."""
+    """A finished run was saved and ends at once with 0; another command in its directory gets 2."""
     script = write_script(tmp_path, HEAD + "\nfor batch in loader:\n    train_on(*batch)\n")
-    first = run(resumable(script), tmp_path)
+    first = run_resumable(script, tmp_path, options=("--json",))
 
-    again = run(resumable(script), tmp_path)
-    other = run(resumable(script, "--epochs", "3"), tmp_path)
+    again = run_resumable(script, tmp_path)
+    other = run_resumable(script, tmp_path, "--epochs", "3")
 
     assert (first.status, again.status) == (0, 0)
+    assert json.loads(first.lines[-1])["saved"] is True
     processes = tmp_path / "runs" / "killed_at_step" / "processes"
     assert len(list(processes.iterdir())) == 1
     assert other.status == 2

@@ -221,7 +221,9 @@ def _too_large(where, ranks, most, since, step, rank, _call, samples):
     return where if rank in ranks and samples > most and step >= since else None
 
 
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+WHO_IS_SHORT = [(0,), (1,), (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "since"),
     [
@@ -232,21 +234,27 @@ def _too_large(where, ranks, most, since, step, rank, _call, samples):
         ("static", (8,) * 4, 1),
     ],
 )
-def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, who):
+def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since):
     """One that splits works alone and pays with its own gradients.
 
     The sum is that of whole batches, to rounding.
     """
-    plans, policy = [too_large(("backward", 2), who, 4, since)], SPLITS
-    ends = all_returned(run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes))
-    for rank, ((undisturbed, _, whole), (found, _, parts)) in enumerate(ends):
+    plans = [too_large(("backward", 2), who, 4, since) for who in WHO_IS_SHORT]
+
+    ends = all_returned(run_ranks(undisturbed_and, 3, tmp_path, kind, plans, SPLITS, sizes))
+
+    of_first_rank = ends[0][1:]
+    for rank, ((undisturbed, _, whole), *split) in enumerate(ends):
         assert whole == [*sizes]
-        assert parts == [
-            min(n, 4) if rank in who and at >= since else n for at, n in enumerate(sizes)
-        ]
-        for a, b, of_first in zip(undisturbed[:-1], found[:-1], ends[0][1][0], strict=False):
-            assert torch.equal(b, of_first)
-            assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
+        for who, (found, _, parts), (of_first, *_) in zip(
+            WHO_IS_SHORT, split, of_first_rank, strict=True
+        ):
+            assert parts == [
+                min(n, 4) if rank in who and at >= since else n for at, n in enumerate(sizes)
+            ]
+            for a, b, c in zip(undisturbed[:-1], found[:-1], of_first, strict=False):
+                assert torch.equal(b, c)
+                assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
 
 
 def any_plan(seed):

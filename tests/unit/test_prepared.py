@@ -5,12 +5,15 @@ What a program sees and leaves is as if Python had started it.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from tests.forked_attempts import supervise_forked
 from tests.prepared import Prepared, run_prepared
 
 _PROGRAM = """
@@ -67,3 +70,35 @@ def test_signals_and_limits_of_time_end_a_program() -> None:
             assert process.wait(60) == -number
     with pytest.raises(subprocess.TimeoutExpired):
         run_prepared(["-c", "import time; time.sleep(60)"], timeout=0.1)
+
+
+_ATTEMPT = """
+import json, os, pathlib, sys, time
+facts = [os.getpid(), os.getppid(), os.getsid(0), os.environ["ATTEMPT_BY_HOLDFAST"], "torch" in sys.modules]
+pathlib.Path("facts.tmp").write_text(json.dumps(facts))
+os.rename("facts.tmp", "facts.json")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_attempt_is_a_child_of_its_supervisor_and_dies_with_it(tmp_path: Path) -> None:
+    """It leads a session of its own, has torch loaded, and does not outlive a killed supervisor."""
+    (tmp_path / "train.py").write_text(_ATTEMPT)
+    facts = tmp_path / "facts.json"
+
+    with supervise_forked(
+        ["--run-dir", "run", "--", sys.executable, "train.py"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as supervisor:
+        while not facts.exists():
+            assert supervisor.poll() is None
+            time.sleep(0.01)
+        pid, parent, session, number, has_torch = json.loads(facts.read_text())
+        supervisor.kill()
+
+    assert (parent, session, number, has_torch) == (supervisor.pid, pid, "0", True)
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.01)

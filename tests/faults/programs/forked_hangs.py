@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import hang_detection
-from tests.prepared import _become
+from tests.prepared import become
 
 
 class _Forked:
@@ -30,7 +30,7 @@ class _Forked:
                     "environment": env,
                     "session": True,
                 }
-                _become(request, [nothing, os.dup(nothing), os.dup(stderr.fileno())])
+                become(request, [nothing, os.dup(nothing), os.dup(stderr.fileno())])
             finally:
                 traceback.print_exc()
                 os._exit(1)  # none of them ends

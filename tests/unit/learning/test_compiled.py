@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.prepared import run_prepared
 from torch import Tensor, nn
 
 import holdfast
@@ -291,13 +292,15 @@ def test_a_compiled_training_step_is_the_same_under_holdfast_run(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(WHOLE_STEP)
 
-    def result(*before: str) -> str:
-        said = subprocess.run(
-            [*before, sys.executable, program], capture_output=True, text=True, check=True
-        ).stdout
-        return next(line for line in said.splitlines() if line.startswith("result"))
+    def result(ended: subprocess.CompletedProcess[str]) -> str:
+        assert ended.returncode == 0, ended.stderr
+        return next(line for line in ended.stdout.splitlines() if line.startswith("result"))
 
-    bare = result()
+    bare = result(run_prepared([program], timeout=300))
+
+    # Started, and not forked: the hooks must be there before torch is imported.
+    command = [Path(sys.executable).parent / "holdfast", "run", "--run-dir", tmp_path / "run"]
+    command += ["--", sys.executable, program]
+    observed = result(subprocess.run(command, capture_output=True, text=True, check=False))
     assert bare.split()[1] != "0"
-    holdfast_command = str(Path(sys.executable).parent / "holdfast")
-    assert result(holdfast_command, "run", "--run-dir", str(tmp_path / "run"), "--") == bare
+    assert observed == bare
