@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN:
 # With it a line is written in pieces, and those of several processes end up in each other.
 os.environ.pop("PYTHONUNBUFFERED", None)
 _HUGE_BYTES, _MADV_COLLAPSE = 2**21, 25  # uapi/asm-generic/mman-common.h
+_SIGNALS_OF_GUARDS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SLOW = (  # they start programs, frameworks, or trainings that take their time
     "faults/",
     "integrations/",
@@ -120,9 +121,12 @@ def clean_process(
         torch.cuda.manual_seed_all(0)
     if request.node.nodeid.startswith(("tests/unit/", "tests/property/")):
         monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk's time; tests of faults sync
-    handler = signal.getsignal(signal.SIGTERM)
+    # A guard that was stopped leaves the warnings of schedulers ignored, and processes that a later
+    # test starts would inherit that.
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS_OF_GUARDS}
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if anything_compiled():
         torch.compiler.reset()  # or the diagnosis would see less in the tests after this one
     assert torch._C._get_mkldnn_enabled(), "a test has left oneDNN switched off"
