@@ -138,7 +138,8 @@ def test_a_receiver_that_never_answers_is_given_up(receiver: Webhook) -> None:
     problems = send(receiver.url, FAILED, FAILED, seconds=1.0)
 
     assert len(problems) == 2
-    assert len(receiver.requests) == 1
+    # On a busy machine, not even the first process may have started in time.
+    assert len(receiver.requests) <= 1
 
 
 def test_nobody_listens() -> None:
