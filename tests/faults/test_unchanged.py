@@ -472,13 +472,20 @@ for epoch in range(4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", VARIANTS)
-def test_forms_of_loops_continue_exactly(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "kill_at_step"),
+    [
+        *((form, 54) for form in VARIANTS),
+        # Resumes from the end of the second epoch.
+        ("persistent workers", 43),
+    ],
+)
+def test_forms_of_loops_continue_exactly(form: str, kill_at_step: int, tmp_path: Path) -> None:
     """Loops of these forms have the same results whether or not they were killed."""
     script = write_script(tmp_path, HEAD + VARIANTS[form] + "\nprint('digest', digest(model))\n")
     plain = run_plain(script, tmp_path)
 
-    killed = run_resumable(script, tmp_path, kill_at_step=54)
+    killed = run_resumable(script, tmp_path, kill_at_step=kill_at_step)
     resumed = run_resumable(script, tmp_path)
 
     assert killed.status == 128 + signal.SIGKILL, killed.stderr

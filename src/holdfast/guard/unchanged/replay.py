@@ -77,6 +77,8 @@ class Replay:
             loop.batches = self._start_iterator(loop.loader)
             return False
         self._silence.begin()
+        # In the earlier attempt, the loop has started the loader's persistent workers.
+        match_workers(loop.loader, started=True)
         self.finished.append(recorded)
         if self.is_at_the_end:
             # `restore_variables` restores the state. In a generator, the loop around it continues.
