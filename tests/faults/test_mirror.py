@@ -357,6 +357,49 @@ def test_a_fork_is_refused(tmp_path: Path) -> None:
     assert "mirror_stopped" not in kinds(guard)
 
 
+def test_a_newest_checkpoint_that_was_lost_here_is_fetched_again(tmp_path: Path) -> None:
+    """The older ones that are left here are in the mirror too."""
+    mirror = str(tmp_path / "mirror")
+    guard, _ = train(tmp_path / "a", 6, mirror=mirror)
+    newest = max((tmp_path / "a" / "checkpoints").glob("*-step00000006"))
+    shutil.rmtree(newest)
+
+    guard, _ = guard_in(tmp_path / "a", mirror=mirror)
+
+    assert guard.global_step == 6
+    assert "mirror_pulled" in kinds(guard)
+
+
+def test_copies_of_a_mirror_that_has_lost_its_owners_stay_the_older_ones(tmp_path: Path) -> None:
+    """The next owner's number is larger than those that the copies carry."""
+    mirror = tmp_path / "mirror"
+    train(tmp_path / "a", 4, mirror=str(mirror))
+    train(tmp_path / "b", 6, mirror=str(mirror))
+    shutil.rmtree(mirror / "owners")
+    train(tmp_path / "b", 10, mirror=str(mirror))
+
+    guard, _ = guard_in(tmp_path / "c", mirror=str(mirror))
+
+    assert guard.global_step == 10
+
+
+def test_a_store_that_fails_once_it_is_known_to_be_ahead_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training from the older state here would replace the newer copies."""
+    mirror = tmp_path / "mirror"
+    train(tmp_path / "a", 4, mirror=str(mirror))
+    train(tmp_path / "b", 8, mirror=str(mirror))
+    copies = steps_in(mirror)
+
+    def fail(*_: object) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr("holdfast.checkpoint.mirror.folder.MirrorFolder.add_owner", fail)
+    assert error_of(tmp_path / "a", str(mirror)).rule == "H321"
+    assert steps_in(mirror) == copies
+
+
 def test_a_mirror_of_another_model_leaves_a_new_directory_as_it_was(tmp_path: Path) -> None:
     """With the right URL, the same directory can be used then."""
     from torch import nn
@@ -385,6 +428,7 @@ def test_a_url_that_cannot_be_used_is_refused(
     assert error_of(tmp_path / "a", "s3:/bucket/run").rule == "H119"
     assert error_of(tmp_path / "a", "file://mirror/run").rule == "H119"
     assert error_of(tmp_path / "a", "memory://run").rule == "H119"
+    assert error_of(tmp_path / "a", str(tmp_path / "unmounted" / "mirror")).rule == "H119"
     assert error_of(tmp_path / "a", "s3://").rule == "H119"
     assert error_of(tmp_path / "a", str(tmp_path / "a" / "mirror")).rule == "H119"
     monkeypatch.setitem(sys.modules, "s3fs", None)

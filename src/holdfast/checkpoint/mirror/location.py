@@ -218,6 +218,13 @@ def _open(url: SecretUrl) -> Location:
     file_system, root = url_to_fs(str(url), use_listings_cache=False, skip_instance_cache=True)
     if not root.strip("/"):
         raise ValueError("the URL names no folder")
+    if file_system.protocol in (_LOCAL, _LOCAL[0]) and not Path(root).parent.is_dir():
+        # Creating the parent would hide copies on a disk that is not mounted yet.
+        raise _unusable(
+            url,
+            f"the folder {Path(root).parent} does not exist",
+            "mount the disk, or create the folder, before training starts.",
+        )
     is_object_store = scheme in _OBJECT_STORES
     return Location(url, file_system, root, is_object_store=is_object_store)
 
