@@ -89,6 +89,8 @@ def explained(run: Path) -> dict[str, Any]:
             "persistent_workers=True",
         ),
         (None, LOOP, "waits for data", "num_workers"),
+        # More workers than CPUs would not load faster if they compute.
+        (BUSY_WORKERS | {"cpus": 4.0}, LOOP, "too few workers", "num_workers=4 "),
     ],
 )
 def test_a_run_that_waits_for_its_loader_is_told_why_and_what_to_do(
@@ -168,6 +170,24 @@ def test_a_long_forward_pass_is_not_called_python_code(tmp_path: Path) -> None:
     """Without stack samples, nobody knows which of the two it was."""
     verdict = explained(make_run(tmp_path / "run", compute(LOOP, backward_share=0.1)))
     assert [finding["cause"] for finding in verdict["speed"]] == ["not known"]
+
+
+def test_a_loop_that_computes_outside_of_its_steps_is_not_said_to_compute_them(
+    tmp_path: Path,
+) -> None:
+    """Operations on tensors in the loop's own code do not show in samples of Python code."""
+    stacks = {"samples": 50, "in_python": 5, "place": "", "at_place": 0}
+    verdict = explained(make_run(tmp_path / "run", compute(LOOP, 0.1), stacks=stacks))
+    speed = verdict["speed"][0]
+    assert (speed["cause"], speed["is_problem"]) == ("not known", False)
+    assert speed["share"] == pytest.approx(0.89)
+
+
+def test_steps_that_sleep_are_not_said_to_compute(tmp_path: Path) -> None:
+    """A hook of the optimizer that waits counts as the optimizer's time."""
+    resources = NO_WORKERS | {"cpus_wanted": 0.1}
+    verdict = explained(make_run(tmp_path / "run", compute(LOOP), resources=resources))
+    assert verdict["speed"][0]["cause"] == "not known"
 
 
 def test_a_run_that_goes_on_is_judged_too_and_every_view_shows_it(tmp_path: Path) -> None:
