@@ -17,7 +17,8 @@ from holdfast.recorder.reader import read_events
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
-OUT_OF_TIME = {"policy": {"max_time": "1s", "stop_exit_code": 85}}
+# 32 steps take longer than the time that the run has.
+OUT_OF_TIME = {"policy": {"max_time": "1s", "stop_exit_code": 85}, "seconds_per_step": 0.1}
 REFUSED = 75
 
 

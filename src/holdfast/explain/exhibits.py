@@ -42,7 +42,7 @@ def first_line(statement: Statement) -> str:
     If the line announces the next one with a colon, both are returned as one.
     """
     first, *second = _first_lines(statement, 2)
-    if first.endswith(":") and second:
+    if first.endswith(":") and second and not second[0].lstrip().startswith('File "'):
         return f"{first} {second[0].strip()}"
     return first
 

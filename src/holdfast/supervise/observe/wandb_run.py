@@ -130,7 +130,7 @@ class WandbObserver:
             return None
         try:
             is_disabled = call.arguments.get("mode") == "disabled"
-            if module.run is None and not is_disabled and self._takes_claim():
+            if getattr(module, "run", None) is None and not is_disabled and self._takes_claim():
                 return call
         except Exception as error:  # noqa: BLE001 - holdfast's errors must not stop the script
             self._note_error(error)
@@ -175,7 +175,7 @@ class WandbObserver:
     def _follow(self, run: Any) -> None:
         """Remember from now on what is logged to a run."""
         try:
-            if not run.disabled:
+            if not getattr(run, "disabled", True):
                 # Imported here because few processes log to W&B.
                 from holdfast.supervise.observe.wandb_history import RunHistory
 
