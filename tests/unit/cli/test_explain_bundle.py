@@ -72,6 +72,20 @@ def test_bundle_names_the_cause_and_hides_secrets(
         assert "the program prints ***" in shown.stdout
 
 
+def test_bundle_keeps_what_follows_a_secret_and_hides_a_key_that_was_cut(tmp_path: Path) -> None:
+    """The log begins with the rest of a private key, and with a secret on a line of its own."""
+    log = tmp_path / "run.log"
+    key = "MIIEowIBAAKCAQEA7\n-----END RSA PRIVATE KEY-----\n"
+    log.write_text(f"{key}api_key=correct-horse\n{TRACEBACK}")
+
+    shown = bundle(log).stdout
+
+    assert "MIIEowIBAAKCAQEA7" not in shown
+    assert "correct-horse" not in shown
+    assert shown.count(ERROR) > 1
+    assert 'File "train.py", line 9, in step' in shown
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -131,6 +131,19 @@ def test_a_receiver_that_is_down_for_a_moment_is_tried_again(
     assert problems == []
 
 
+def test_the_last_message_is_tried_again_too(
+    receiver: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends before the usual pause is over."""
+    monkeypatch.setattr(notifier_module, "_PAUSE_WHILE_CLOSING_SECONDS", 0.0)
+    receiver.statuses = [503]
+
+    problems = send(receiver.url, FAILED, seconds=60.0)
+
+    assert receiver.kinds() == ["failure", "failure"]
+    assert problems == []
+
+
 def test_a_receiver_that_never_answers_is_given_up(receiver: Webhook) -> None:
     """The sender returns while the receiver still holds the connection. Nothing is sent twice."""
     receiver.is_silent = True

@@ -423,7 +423,7 @@ def _is_warning(line: CleanLine) -> bool:
 
 
 def _was_raised_on_purpose(raised: Raised) -> bool:
-    """Return whether a script raised an exception by itself while it handled another one."""
+    """Return whether a `raise` statement replaced an exception that was being handled."""
     if not raised.while_handling or not raised.message or not raised.frames:
         return False
     return raised.frames[-1].code.startswith("raise ")

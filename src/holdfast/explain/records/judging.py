@@ -35,7 +35,7 @@ _HOW_IT_ENDED = (
 # A curve that begins behind this share of its steps may have fallen before.
 _MAX_SHARE_BEFORE_FIRST = 0.05
 # A loss that is exactly 0 from one value to the next has probably been replaced: older versions of
-# the Trainer write 0 for NaN and no norm of the gradients. A loss that falls to 0 by itself passes
+# the Trainer write 0 for NaN and no norm of the gradients. A loss that really falls to 0 passes
 # through values below this one.
 _LEAST_BEFORE_ZERO = 1e-3
 _MAX_OTHERS = 3

@@ -30,16 +30,12 @@ def title(judgement: Judgement) -> str:
     """
     signature = judgement.signature
     evidence = judgement.evidence
-    ended = "ended with status 0" if judgement.end.well else "finished"
-    if signature.id == endings.TRAINING_LOST and evidence.lost is not None:
-        return f"{ended}, but {evidence.lost.sentence()}"
+    title_of_exit = _title_of_exit_with_status_0(judgement)
+    if title_of_exit:
+        return title_of_exit
     unsaved = observations.unsaved_steps(evidence)
     if signature.id == endings.NOT_SAVED and unsaved is not None:
         return _cut(f"{signature.title}: {unsaved.state_and_reason()}", _SHORT_QUOTE)
-    if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
-        return _title_of_training_fault(judgement)
-    if judgement.is_good_end and judgement.doubt is not None:
-        return f"{ended}, {judgement.doubt.words}"
     if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
         return f"called sys.exit with status {judgement.end.status}"
     if judgement.never_had_a_finite_loss:
@@ -47,6 +43,20 @@ def title(judgement: Judgement) -> str:
     if signature.id in FALLBACKS and judgement.candidate is not None:
         return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
     return signature.title
+
+
+def _title_of_exit_with_status_0(judgement: Judgement) -> str:
+    """Return the title if the training diverged or has a fault, or the status is in doubt."""
+    signature = judgement.signature
+    evidence = judgement.evidence
+    ended = "ended with status 0" if judgement.end.well else "finished"
+    if signature.id == endings.TRAINING_LOST and evidence.lost is not None:
+        return f"{ended}, but {evidence.lost.sentence()}"
+    if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
+        return _title_of_training_fault(judgement)
+    if judgement.is_good_end and judgement.doubt is not None:
+        return f"{ended}, {judgement.doubt.words}"
+    return ""
 
 
 def _title_of_training_fault(judgement: Judgement) -> str:

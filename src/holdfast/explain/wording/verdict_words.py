@@ -82,18 +82,26 @@ def _fix(judgement: Judgement) -> str:
     unsaved = observations.unsaved_steps(evidence)
     if signature.id == endings.NOT_SAVED and unsaved is not None and unsaved.was_refused:
         return fix_of_training(evidence) or _FIX_OF_NONFINITE_STATE
-    leak = judgement.leak
-    rest = signature.fix
-    if judgement.is_good_end:
-        leak = observations.newest_leak(evidence)
-        rest = "A longer run would run out of memory."
-    place = observations.leak_place(leak) if leak is not None else ""
-    if place:
-        words = f"Look first at {place}, where memory is kept alive from step to step."
-        return f"{words} {rest}".strip()
+    fix_of_leak = _fix_of_leak(judgement)
+    if fix_of_leak:
+        return fix_of_leak
     if judgement.is_good_end:
         return fix_of_training(evidence) or signature.fix
     return signature.fix
+
+
+def _fix_of_leak(judgement: Judgement) -> str:
+    """Return the fix that names the place of a traced leak; empty if there is none."""
+    leak = judgement.leak
+    rest = judgement.signature.fix
+    if judgement.is_good_end:
+        leak = observations.newest_leak(judgement.evidence)
+        rest = "A longer run would run out of memory."
+    place = observations.leak_place(leak) if leak is not None else ""
+    if not place:
+        return ""
+    words = f"Look first at {place}, where memory is kept alive from step to step."
+    return f"{words} {rest}".strip()
 
 
 # --- Evidence -------------------------------------------------------------------------------------

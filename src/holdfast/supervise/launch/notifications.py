@@ -17,9 +17,7 @@ from holdfast.core.text import counted, duration
 from holdfast.explain.signatures import endings
 from holdfast.explain.verdict import Verdict
 
-# The titles of these verdicts quote an exception or a line of the output, which may contain
-# anything.
-_QUOTED_EXCEPTION = endings.UNCAUGHT
+# A title that contains this quotes a line of the output, which may contain anything.
 _QUOTES_THE_OUTPUT = "its output says: "
 
 
@@ -128,7 +126,7 @@ class RunNotifications:
         title = verdict.title
         if verdict.cause == endings.ERROR_LINE:
             title = "its output ends with an error"
-        if verdict.cause == _QUOTED_EXCEPTION or _QUOTES_THE_OUTPUT in title:
+        if verdict.cause == endings.UNCAUGHT or _QUOTES_THE_OUTPUT in title:
             title = title.partition(": ")[0]
         return f"{title[:1].upper()}{title[1:]} [{verdict.cause}]"
 
