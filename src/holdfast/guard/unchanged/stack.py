@@ -40,6 +40,9 @@ def _has_installed_packages(folder: str) -> bool:
 
 
 _LIBRARY_FOLDERS = _library_folders()
+# Names in `sys.modules` that are known not to belong to the script. A program with torch has about
+# 2,000 of them, and they are searched after each epoch.
+_library_modules: set[str] = set()
 
 
 @lru_cache(maxsize=4096)
@@ -86,9 +89,13 @@ def frames_of_script(frame: FrameType | None) -> list[FrameType]:
 
 def modules_of_script() -> Iterator[ModuleType]:
     """Yield the modules of the script that have been imported, in the order of their imports."""
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
+        if name in _library_modules:
+            continue
         if isinstance(module, ModuleType) and is_script_module(module):
             yield module
+        else:
+            _library_modules.add(name)
 
 
 def is_module_level(frame: FrameType) -> bool:
