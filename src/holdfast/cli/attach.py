@@ -35,11 +35,14 @@ _IMPORT_FRAMES = re.compile(rf'(?:  File "{IMPORT_FILE}.*\n)+')
 _Pid = Annotated[
     int,
     typer.Argument(
-        min=1, help="PID of a running training process. Its child processes are inspected too."
+        min=1,
+        metavar="PID",
+        help="PID of a running training process. Its child processes are inspected too.",
     ),
 ]
 _Seconds = Annotated[
-    float, typer.Option(min=1, max=600, help="Seconds between the two observations.")
+    float,
+    typer.Option(min=1, max=600, metavar="SECONDS", help="Seconds between the two observations."),
 ]
 
 

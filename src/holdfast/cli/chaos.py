@@ -44,30 +44,43 @@ MAX_SHOWN_FILES = 3
 
 def run(
     command: Annotated[
-        list[str], typer.Argument(help="The training command, such as: -- python train.py --lr 0.1")
+        list[str],
+        typer.Argument(
+            metavar="COMMAND", help="The training command, such as: -- python train.py --lr 0.1"
+        ),
     ],
     writes: Annotated[
         list[Path] | None,
         typer.Option(
+            metavar="PATH",
             help=(
                 "A path that the script writes to. Needed if the working directory is too large"
                 " to copy. May be repeated."
-            )
+            ),
         ),
     ] = None,
     only: Annotated[
         str,
-        typer.Option(metavar="KINDS", help=f"Kinds of faults to try: any of {','.join(KINDS)}."),
+        typer.Option(
+            metavar="KINDS",
+            help=f"Kinds of faults to try, separated by commas: any of {', '.join(KINDS)}.",
+        ),
     ] = "",
     seed: Annotated[
-        int, typer.Option(help="Random seed: selects the steps of faults and the bits to flip.")
+        int,
+        typer.Option(
+            metavar="N", help="Random seed: selects the steps of faults and the bits to flip."
+        ),
     ] = 0,
     budget: Annotated[
-        str, typer.Option(help="Time limit for the whole campaign, such as 90s, 10m or 2h.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Time limit for the whole campaign, such as 90s, 10m or 2h."
+        ),
     ] = "10m",
     restarts: Annotated[
         int,
-        typer.Option(min=1, help="Maximum number of restarts per fault."),
+        typer.Option(min=1, metavar="N", help="Maximum number of restarts per fault."),
     ] = 3,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write the results as an HTML page.")

@@ -35,15 +35,16 @@ def run(
     export: Annotated[
         Path | None,
         typer.Option(
-            help=(
-                "Export the newest weights (for RUN_DIR/best/NAME: the best) to a safetensors file."
-            )
+            metavar="FILE",
+            help=("Export the newest weights (for RUN/best/NAME: the best) to a safetensors file."),
         ),
     ] = None,
     export_averaged: Annotated[
-        Path | None, typer.Option(help="Export the averaged weights to this file.")
+        Path | None, typer.Option(metavar="FILE", help="Export the averaged weights to this file.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Export the checkpoint of this step.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run, newest first, and verify or export them."""

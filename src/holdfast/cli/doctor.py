@@ -73,7 +73,7 @@ class CheckResult:
 
 def run(
     run_dir: Annotated[
-        Path, typer.Option(help="The directory of your runs, whose disk is checked.")
+        Path, typer.Option(metavar="DIR", help="The directory of your runs, whose disk is checked.")
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:

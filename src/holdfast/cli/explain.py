@@ -53,7 +53,7 @@ def run(
     topic: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RULE|RUN|LOG|RECORD]",
+            metavar="RULE|RUN|LOG|RECORD",
             autocompletion=_complete_rule,
             help=(
                 "The id at the end of an error, such as H101; a run directory; a log file; - for"
@@ -67,12 +67,13 @@ def run(
         int | None,
         typer.Option(
             min=0,
+            metavar="N",
             help="For a run directory: the attempt to explain, from 0. The default is the newest.",
         ),
     ] = None,
     status: Annotated[
         int | None,
-        typer.Option(help="For a log: the exit status of the command that wrote it."),
+        typer.Option(metavar="N", help="For a log: the exit status of the command that wrote it."),
     ] = None,
     bundle: Annotated[
         bool,

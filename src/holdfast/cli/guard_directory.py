@@ -16,7 +16,7 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.explain.runs.recordings import open_recordings
 
 GuardDirectory = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="The run directory that was passed to Guard.")
+    Path, typer.Argument(metavar="RUN", help="The run directory that was passed to Guard.")
 ]
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from holdfast.cli.examples import examples_of
 from holdfast.core.version import __version__
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def make_app(*only: str) -> typer.Typer:
 
     app = typer.Typer(
         help=_HELP,
+        # Plain help without boxes: typer's own style cuts values off and wraps sentences twice.
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -121,7 +124,8 @@ def make_app(*only: str) -> typer.Typer:
         settings = None
         if name in _WRAPPING_COMMANDS:
             settings = {"allow_interspersed_args": False}
-        app.command(name, context_settings=settings)(getattr(module, function_name))
+        command = app.command(name, context_settings=settings, epilog=examples_of(name))
+        command(getattr(module, function_name))
     return app
 
 

@@ -55,13 +55,14 @@ _LEGEND = (
 Factory = Annotated[
     str,
     typer.Argument(
+        metavar="FACTORY",
         help=(
             'module:function or file.py:function. It returns {"model", "optimizer", "loss_fn",'
             ' "batch"} with loss_fn(batch) or loss_fn(model, batch); or, instead of "loss_fn", a'
             ' "step": step(batch), step(model, batch) or step(guard, batch). Both must work with'
             ' any number of samples. With an "evaluate", evaluate(batch) or evaluate(model, batch),'
             ' and perhaps an "evaluation_batch", the evaluation is forecast too.'
-        )
+        ),
     ),
 ]
 Devices = Annotated[

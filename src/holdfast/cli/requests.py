@@ -23,7 +23,10 @@ from holdfast.core.text import sanitise
 _POLL_SECONDS = 0.1
 
 _Timeout = Annotated[
-    float, typer.Option(min=0, help="Seconds to wait for the end of the batch and for the save.")
+    float,
+    typer.Option(
+        min=0, metavar="SECONDS", help="Seconds to wait for the end of the batch and for the save."
+    ),
 ]
 
 

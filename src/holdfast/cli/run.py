@@ -16,23 +16,32 @@ from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.watch.limits import HangLimits
 
 _Command = Annotated[
-    list[str], typer.Argument(help="The command to run, such as: -- python train.py --lr 0.1")
+    list[str],
+    typer.Argument(
+        metavar="COMMAND", help="The command to run, such as: -- python train.py --lr 0.1"
+    ),
 ]
 _RunDir = Annotated[
     Path | None,
-    typer.Option(help="The run directory. Default: runs/<script>-<UTC time>.", show_default=False),
+    typer.Option(
+        metavar="DIR",
+        help="The run directory. Default: runs/<script>-<UTC time>.",
+        show_default=False,
+    ),
 ]
 _MaxRestarts = Annotated[
     int,
-    typer.Option(min=0, help="Maximum number of restarts after failures."),
+    typer.Option(min=0, metavar="N", help="Maximum number of restarts after failures."),
 ]
 _MaxPreemptions = Annotated[
-    int, typer.Option(min=0, help="Maximum number of restarts after preemptions.")
+    int,
+    typer.Option(min=0, metavar="N", help="Maximum number of restarts after preemptions."),
 ]
 _RestartDelay = Annotated[
     float,
     typer.Option(
         min=0,
+        metavar="SECONDS",
         help="Seconds before the first restart. The delay doubles each time, up to 5 minutes.",
     ),
 ]
@@ -55,13 +64,17 @@ _NoObserve = Annotated[
 _GraceSeconds = Annotated[
     float,
     typer.Option(
-        min=0, help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers usually allow 30 s."
+        min=0,
+        metavar="SECONDS",
+        help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers usually allow 30 s.",
     ),
 ]
 _MaxLogBytes = Annotated[
     int,
     typer.Option(
-        min=1 << 20, help="Maximum size of output.log. Above it, the middle of the log is dropped."
+        min=1 << 20,
+        metavar="BYTES",
+        help="Maximum size of output.log. Above it, the middle of the log is dropped.",
     ),
 ]
 _Requeue = Annotated[

@@ -117,7 +117,9 @@ def report(
     run_dir: RunDirectory,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Path of the page. Default: report.html in RUN."),
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Path of the page. Default: report.html in RUN."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -159,16 +161,16 @@ def compare(
     run_dirs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN RUN ...",
+            metavar="RUN",
             help=(
                 "Run directories, or what other tools recorded: trainer_state.json, a TensorBoard"
                 " event file, a CSV file of Lightning, a W&B run, or the directory of one."
             ),
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path(
-        "compare.html"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Path of the page.")
+    ] = Path("compare.html"),
     fail_on_regression: Annotated[
         str | None,
         typer.Option(
