@@ -40,7 +40,7 @@ def _soundfile() -> Any:
         import soundfile
     except (ImportError, OSError) as error:  # the latter: it finds no libsndfile
         raise OSError(
-            f"soundfile cannot be imported ({error}).\nFix: pip install 'torch-holdfast[demo]'"
+            f"soundfile cannot be imported ({error}).\nFix: pip install soundfile"
         ) from error
     return soundfile
 

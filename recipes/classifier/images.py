@@ -318,8 +318,7 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
 def _check_installed(module: str, package: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise DataError(
-            f"{package} is not installed, which these images need.\nFix: pip install"
-            " 'torch-holdfast[demo]'"
+            f"{package} is not installed, which these images need.\nFix: pip install {package}"
         )
 
 

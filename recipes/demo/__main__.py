@@ -73,7 +73,7 @@ def _check_extras() -> None:
         raise PolicyError(
             "scikit-learn is not installed",
             limit="the demo trains on its digits",
-            fix='install the extra: pip install "torch-holdfast[demo]".',
+            fix="pip install scikit-learn",
             rule="H105",
         )
 

@@ -239,9 +239,11 @@ def require_h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
-        fix = "install the extra: pip install 'torch-holdfast[features]'."
         raise LoaderError(
-            "h5py is not installed", limit="features are kept in HDF5", fix=fix, rule="H625"
+            "h5py is not installed",
+            limit="features are kept in HDF5",
+            fix="pip install h5py",
+            rule="H625",
         ) from error
     return h5py
 

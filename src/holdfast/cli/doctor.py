@@ -219,7 +219,7 @@ def stacks(_run_dir: Path) -> list[CheckResult]:
     value = "allowed"
     fix = ""
     if not has_py_spy:
-        fix = 'pip install "torch-holdfast[stacks]"'
+        fix = "pip install py-spy"
     if not _may_trace_others():
         value = "not allowed; only processes under `holdfast run` can show their stacks"
         fix = "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.explain.evidence import Ending, Evidence
+from holdfast.explain.evidence import NO_STATUS, Ending, Evidence
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.attempts import collect_attempt
@@ -22,10 +22,6 @@ from holdfast.explain.runs.recordings import Recordings, open_recordings, unread
 from holdfast.explain.speed.reading import time_use
 from holdfast.explain.speed.rules import find_causes
 
-_NO_STATUS = (
-    "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
-    " if it succeeded)"
-)
 _MAX_QUOTED_CHARACTERS = 300
 # The first bytes of gzip, zstd, zip, xz and bzip2 files.
 _MAGIC_OF_ARCHIVES = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")
@@ -93,7 +89,7 @@ def _missing_of_log(log: LogText, status: int | None) -> list[str]:
     """Return one clause for each piece of evidence that a log lacks, for `Evidence.missing`."""
     missing = []
     if status is None:
-        missing.append(_NO_STATUS)
+        missing.append(NO_STATUS)
     if not log.complete:
         missing.append(
             f"only the beginning and the end of its {log.total_lines:,} lines were fully analyzed;"

@@ -26,6 +26,10 @@ _FOREIGN = re.compile(
 _INSTALLED = re.compile(r"^.*/(?:(?:site|dist)-packages|lib(?:64)?/(?:python|pypy)[\d.]+)/")
 
 
+# The entry of `Evidence.missing` for a log whose exit status is not known.
+NO_STATUS = "the exit status of the command: `--status N`, or `--status 0` if it succeeded"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """One frame of a traceback."""
@@ -137,7 +141,10 @@ class LostTraining:
         subject = "the loss is"
         if self.what == "gradients":
             subject = "the gradients are"
-        if self.always:
+        if self.always and self.log:
+            # The log may begin in the middle of the training.
+            since = f"on any line of {self.log}"
+        elif self.always:
             since = "from the beginning"
         return f"{subject} not finite {since}"
 

@@ -99,7 +99,7 @@ def _check_pillow() -> None:
         raise PolicyError(
             "add_image needs Pillow, which is not installed",
             limit="holdfast uses Pillow to encode images as PNG",
-            fix='install the extra: pip install "torch-holdfast[report]".',
+            fix="pip install pillow",
             rule="H742",
         ) from error
 

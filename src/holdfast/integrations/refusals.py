@@ -24,7 +24,7 @@ def load(name: str) -> Any:
     """Import and return a framework's module.
 
     Raises:
-        PolicyError: H111 if the import fails. The message names the extra to install.
+        PolicyError: H111 if the import fails. The message names the package to install.
     """
     try:
         return importlib.import_module(name)
@@ -33,7 +33,7 @@ def load(name: str) -> Any:
         raise unsupported(
             f"{package} cannot be imported ({error})",
             reason="this integration requires it",
-            fix='install the extra: pip install "torch-holdfast[integrations]".',
+            fix=f"pip install {package}, or repair the installation that the message names.",
         ) from error
 
 

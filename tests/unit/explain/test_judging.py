@@ -157,7 +157,7 @@ def test_a_plain_failure_is_named_with_its_place():
             USER,
             "RuntimeError",
             "user code",
-            ": no such head, at /home/me/train.py:9 in step. ",
+            ": no such head, at /home/me/train.py:9 in step: `model(x)`",
         ),
         (
             USER
@@ -165,11 +165,16 @@ def test_a_plain_failure_is_named_with_its_place():
             "    x\n",
             "RuntimeError",
             "shape or type",
-            ": no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py).",
+            ": no such head, at /home/me/train.py:9 in step: `model(x)` (raised in torch/nn/",
         ),
-        (USER, "ValueError", "user code", ": no such head, at /home/me/train.py:9 in step. "),
+        (
+            USER,
+            "ValueError",
+            "user code",
+            ": no such head, at /home/me/train.py:9 in step: `model(x)`",
+        ),
         ("", "RuntimeError", "unknown", ": no such head. "),
-        ("", "ValueError", "user code", ": no such head. "),
+        ("", "ValueError", "user code", ": no such head."),
     ],
 )
 def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, exception, family, words):

@@ -159,14 +159,14 @@ def open_location(url: SecretUrl) -> Location:
         raise _unusable(
             url,
             f"the package for {scheme}:// is not installed ({error})",
-            f"{_extra_for(scheme)}. Any other scheme needs the package that the message names.",
+            _installation_for(scheme),
         ) from error
     except ValueError as error:
         raise _unusable(
             url,
             f"fsspec cannot open it ({describe(error)})",
             "pass a URL such as s3://bucket/run, gs://bucket/run or file:///mnt/disk/run. For"
-            ' s3://, run `pip install "torch-holdfast[mirror]"`.',
+            " s3://, run `pip install s3fs`.",
         ) from error
 
 
@@ -203,10 +203,10 @@ def _check_form(url: SecretUrl) -> None:
         )
 
 
-def _extra_for(scheme: str) -> str:
+def _installation_for(scheme: str) -> str:
     if scheme in ("s3", "s3a"):
-        return 'run `pip install "torch-holdfast[mirror]"`'
-    return 'run `pip install "torch-holdfast[mirror]"` for s3://'
+        return "pip install s3fs"
+    return "pip install fsspec and the package that the message names."
 
 
 def _open(url: SecretUrl) -> Location:

@@ -315,6 +315,17 @@ def how_it_ended(case: Case) -> Choice | None:
     return Choice(signature=signature, certainty=case.end.certainty)
 
 
+def training_was_lost(case: Case) -> Choice | None:
+    """If nothing failed in a log without an exit status, choose a loss that diverged."""
+    lost = case.evidence.lost
+    if lost is None or not lost.exploded:
+        return None
+    cause = endings.TRAINING_LOST
+    if lost.always and lost.what == "loss":
+        cause = endings.LOSS_NOT_FINITE
+    return Choice(signature=all_signatures()[cause], certainty="likely")
+
+
 RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
     ended_well,
     result_was_not_saved,
@@ -331,6 +342,7 @@ RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     signal_that_ended_it,
     weak_statement,
     how_it_ended,
+    training_was_lost,
 )
 
 

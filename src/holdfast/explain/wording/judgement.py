@@ -71,6 +71,14 @@ class Judgement:
         return place
 
     @property
+    def code(self) -> str:
+        """Return the text of the line of code to inspect first; "" if unknown."""
+        if self.candidate is None:
+            return ""
+        frame = _decisive_frame(self.candidate)
+        return "" if frame is None else frame.code.strip()
+
+    @property
     def steps(self) -> int | None:
         """Return the number of steps that were completed, or None if unknown."""
         if self.evidence.steps is not None:

@@ -38,8 +38,8 @@ def title(judgement: Judgement) -> str:
         return _cut(f"{signature.title}: {unsaved.state_and_reason()}", _SHORT_QUOTE)
     if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
         return f"called sys.exit with status {judgement.end.status}"
-    if judgement.never_had_a_finite_loss:
-        return "the loss is not finite from the first step"
+    if judgement.never_had_a_finite_loss and evidence.lost is not None:
+        return evidence.lost.sentence()
     if signature.id in FALLBACKS and judgement.candidate is not None:
         return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
     return signature.title
@@ -51,6 +51,8 @@ def _title_of_exit_with_status_0(judgement: Judgement) -> str:
     evidence = judgement.evidence
     ended = "ended with status 0" if judgement.end.well else "finished"
     if signature.id == endings.TRAINING_LOST and evidence.lost is not None:
+        if judgement.end.cause is None:
+            return evidence.lost.sentence()
         return f"{ended}, but {evidence.lost.sentence()}"
     if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
         return _title_of_training_fault(judgement)
@@ -83,25 +85,36 @@ def summary(judgement: Judgement) -> str:
 def _what_happened(judgement: Judgement) -> Iterator[str]:
     """Yield sentences that say how the run failed or ended."""
     if judgement.candidate is not None:
-        yield _sentence(_failure(judgement.candidate, judgement.place))
+        yield _sentence(_failure(judgement.candidate, judgement.place, judgement.code))
     elif judgement.end.why:
         yield _sentence(judgement.end.why)
     if judgement.end.status == 0 and not judgement.end.well:
         yield "The command still ended with status 0, which hid the failure."
 
 
-def _failure(candidate: CandidateCause, place: str) -> str:
-    """Return a clause that says where the run failed and with which message."""
+def _failure(candidate: CandidateCause, place: str, code: str) -> str:
+    """Return a clause that says where the run failed and with which message.
+
+    Args:
+        candidate: The candidate for the cause.
+        place: The line of code to inspect first, as ``file:line in function``.
+        code: The text of that line, or an empty string.
+    """
     statement = candidate.statement
     words = first_line(statement)
     if _is_guard_record(statement):
         who = "A Guard stopped it" if statement.fatal else "The last record of its Guard is"
         return f"{who}: {_cut(words, _LONG_QUOTE)}"
+    if statement.kind == "line":
+        whose = "The log" if statement.rank is None else f"The log of rank {statement.rank}"
+        return f"{whose} says: {_cut(words, _LONG_QUOTE)}"
     who = "It" if statement.rank is None else f"Rank {statement.rank}"
     if candidate.signature.id in FALLBACKS:
         clause = f"{who} failed with {_cut(words, _LONG_QUOTE)}"
         if place:
             clause += f", at {place}"
+        if code:
+            clause += f": `{code}`"
         if statement.frames and not is_user_code(statement.frames[-1]):
             clause += f" (raised in {library_file(statement.frames[-1])})"
         return clause
@@ -186,7 +199,9 @@ def _sentence(text: str) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return a text, truncated to at most `limit` characters."""
+    """Return a text, truncated to at most `limit` characters, between two words if possible."""
     if len(text) <= limit:
         return text
-    return f"{text[: limit - 3]}..."
+    kept = text[: limit - 3]
+    words, _, _ = kept.rpartition(" ")
+    return f"{words or kept}..."

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from holdfast.explain import observations
 from holdfast.explain.causes import good_ends
 from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
+from holdfast.explain.evidence import NO_STATUS
 from holdfast.explain.exhibits import exhibits_of_training, quote
 from holdfast.explain.signatures import endings
 from holdfast.explain.signatures.signature import Signature
@@ -158,7 +159,11 @@ def _confirms(candidate: CandidateCause, cause: Signature) -> bool:
 
 def _missing(judgement: Judgement) -> Iterator[str]:
     """Yield the missing evidence that would make the verdict more certain, one clause each."""
-    yield from judgement.evidence.missing
+    missing = judgement.evidence.missing
+    if judgement.candidate is not None and judgement.candidate.statement.kind == "exception":
+        # The exit status of a command that an exception has ended shows nothing new.
+        missing = tuple(clause for clause in missing if clause != NO_STATUS)
+    yield from missing
     if judgement.signature.role == "cascade":
         yield "the original failure, which is neither in the log nor in the recordings"
     is_unknown = judgement.signature.id == endings.UNKNOWN and judgement.candidate is None

@@ -213,7 +213,7 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "jsonl": lambda target, _run: JsonLines(target),
     "wandb": lambda target, run: WandbRun(target, run.name),
 }
-_EXTRAS = {"tensorboard": "metrics", "wandb": "wandb"}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def open_sinks(targets: Mapping[str, str], run: Path) -> list[Sink]:
@@ -236,7 +236,7 @@ def _open(kind: str, target: str, run: Path) -> Sink:
         raise PolicyError(
             f"the client for {kind} is not installed ({error.name})",
             limit="metrics are written through the client library of each tool",
-            fix=f'install the extra: pip install "torch-holdfast[{_EXTRAS[kind]}]".',
+            fix=f"pip install {_PACKAGES[kind]}",
             rule="H742",
         ) from error
     except Exception as error:

@@ -126,10 +126,7 @@ def plotly_script() -> str:
         raise PolicyError(
             "plotly is not installed",
             limit="the page draws its curves with plotly",
-            fix=(
-                'install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN'
-                " --once` works without it."
-            ),
+            fix="pip install plotly pillow; `holdfast watch RUN --once` works without them.",
             rule="H742",
         ) from error
     # Browsers convert CRLF and CR to LF before they compute the digest of a script.

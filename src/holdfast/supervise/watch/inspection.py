@@ -225,7 +225,7 @@ def _check_py_spy() -> None:
         raise _cannot_inspect(
             "py-spy is not installed",
             limit="py-spy reads the stacks of other processes",
-            fix='install the extra: pip install "torch-holdfast[stacks]".',
+            fix="pip install py-spy",
         )
 
 
