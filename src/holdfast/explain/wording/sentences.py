@@ -155,10 +155,13 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
         return
     if judgement.never_had_a_finite_loss:
-        yield (
-            "The training did not diverge: the first forward pass already gave NaN or Inf, from its"
-            " inputs, its weights or its precision."
+        diagnosis = (
+            "the training did not diverge: the first forward pass already gave NaN or Inf, from its"
+            " inputs, its weights or its precision"
         )
+        if evidence.lost is not None and evidence.lost.log:
+            diagnosis = f"if the log begins with the first step, {diagnosis}"
+        yield _sentence(diagnosis)
         return
     yield signature.means
 
