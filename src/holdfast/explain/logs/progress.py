@@ -32,14 +32,18 @@ _NO_PROGRESS = QuickPattern(
     r"|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
 )
 _DONE = QuickPattern(
-    r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
+    r"\b(?:training|run|fit|job|experiment|fine-?tuning|all epochs|[\w-]{1,60}\.(?:sh|py))\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
     r"\b(?:finished|completed?|done|ended well)\b"
     r"|\b(?:finished|completed) (?:the )?(?:training|fine-?tuning|run)\b"
     r"|\b\d{1,7} epochs completed in \d"  # Ultralytics
     r"|`Trainer\.fit` stopped: `max_|'train_runtime':"
-    r"|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b"
+    r"|^\W*(?:done|finished)\W*$|\bsaved (?:the )?final\b"
+    r"|\bfinal (?:(?:test|eval\w*|validation|val) ?_?)?(?:acc\w*|metrics?|results?|scores?)\b"
+    r"|\bexit (?:code|status)\W{1,3}0\b"
 )
+_STOPPED_EARLY = QuickPattern(r"\btraining (?:finished|stopped|ended)\b.{0,60}\bearly stop")
+
 _NOT_DONE = QuickPattern(
     r"\b(?:not|never|false|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|died|oom|nan"
     r"|diverged|warm-?up|pre-?process\w*)\b"
@@ -101,6 +105,8 @@ def _has_moved(text: str) -> bool:
 def says_done(text: str) -> bool:
     """Return whether a line says that training is done."""
     lowered = text.lower()
+    if _STOPPED_EARLY.search(text, lowered) is not None:
+        return True
     return _DONE.search(text, lowered) is not None and _NOT_DONE.search(text, lowered) is None
 
 

@@ -29,6 +29,8 @@ _SHORT_LOG = 100
 # This many lines at the end of the log are searched for a message that training is done.
 _LAST_LINES = 15
 _MAX_LAST_LINE_CHARACTERS = 300
+# An epoch and the number of all epochs, such as "Epoch 10/10" or "Epoch [10/10]".
+_EPOCH = re.compile(r"\bepochs?\W{0,4}(\d{1,6})\s?(?:/|of)\s?(\d{1,6})\b", re.IGNORECASE)
 _EVALUATION_OF_NANOGPT = re.compile(r"step (\d{1,9}): train loss [\d.]{1,20}, val loss [\d.]{1,20}")
 _STEP_OF_NANOGPT = re.compile(r"iter (\d{1,9}): loss ")
 
@@ -149,6 +151,8 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
     if _ends_with_an_evaluation(newest) or _ends_with_the_time_of_detectron2(newest):
         return True
+    if _ends_with_the_last_epoch(newest):
+        return True
     for index in reversed(range(len(newest))):
         text = newest[index]
         if says_done(text):
@@ -170,6 +174,19 @@ def _ends_with_an_evaluation(newest: Sequence[str]) -> bool:
     evaluation = _EVALUATION_OF_NANOGPT.fullmatch(newest[-2].strip())
     step = _STEP_OF_NANOGPT.match(newest[-1].strip())
     return evaluation is not None and step is not None and evaluation[1] == step[1]
+
+
+def _ends_with_the_last_epoch(newest: Sequence[str]) -> bool:
+    """Return whether the last line reports the last epoch, and the line before it another one.
+
+    If a program prints several lines per epoch, the last of them is not known.
+    """
+    epochs = [_EPOCH.search(text) for text in newest]
+    reported = [epoch for epoch in epochs if epoch is not None]
+    if len(reported) < 2 or epochs[-1] is None:
+        return False
+    number, total = int(reported[-1][1]), int(reported[-1][2])
+    return number == total and int(reported[-2][1]) == number - 1
 
 
 def _ends_with_the_time_of_detectron2(newest: Sequence[str]) -> bool:
