@@ -7,7 +7,7 @@ FOR_DEMO := .venv/installed-for-demo
 SPEECHBRAIN := .venv/speechbrain
 SCOREBOARD := .venv/scoreboard
 TRACKERS := .venv/trackers
-EXTRAS := demo,dev,docs,integrations,metrics,mirror,report,stacks
+EXTRAS := demo,dev,docs,integrations,metrics,mirror,report,stacks,torch
 PIP := python -m pip install --quiet --disable-pip-version-check
 TORCH ?= 2.11.0
 OTHER := .venv/torch-$(TORCH)
@@ -96,7 +96,7 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "holdfast needs Python 3.11 or later; $(PYTHON) is older. Fix: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/$(PIP) -c constraints.txt -e '.[demo,report]'
+	$(BIN)/$(PIP) -c constraints.txt -e '.[demo,report,torch]'
 	@touch $@
 
 $(INSTALLED): $(FOR_DEMO)

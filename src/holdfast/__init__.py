@@ -6,6 +6,7 @@ Importing this package does not import torch. Each public name is imported on fi
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,7 +84,17 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"holdfast.{_HOMES[name]}"), name)
+    try:
+        module = importlib.import_module(f"holdfast.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"holdfast.{name} needs torch, which is not installed for {sys.executable}\n"
+            "Fix: install the build for your machine (pytorch.org/get-started), 2.11 or later.",
+            name="torch",
+        ) from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

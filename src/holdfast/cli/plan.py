@@ -6,6 +6,7 @@ forecast as tables, as JSON, and as YAML for `Policy.from_yaml`.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -131,6 +132,13 @@ def run(
     device, or the evaluation does not. 2: the forecast failed.
     """
     with failing_clearly(as_json=json):
+        if importlib.util.find_spec("torch") is None:
+            raise PolicyError(
+                "torch is not installed",
+                limit="a forecast traces a step of your model with torch",
+                fix="run this in the environment that you train in, or install torch there.",
+                rule="H742",
+            )
         devices = tuple(find_device(name) for name in device)
         request = ForecastRequest(
             factory=factory,
