@@ -23,6 +23,7 @@ from holdfast.explain.logs.tracebacks import (
     is_frame,
     is_syntax_error,
     split_exception,
+    split_quoted_exception,
     without_margins,
 )
 
@@ -257,7 +258,7 @@ class _ProcessReader:
     def _read_exception_line(self, index: int) -> _Passage | None:
         """Read an exception that was printed without a traceback, or return None."""
         line = self._lines[index]
-        bare = split_exception(line.text)
+        bare = split_exception(line.text) or split_quoted_exception(line.text)
         if bare is None:
             return None
         dotted_name, first_line = bare

@@ -34,7 +34,11 @@ _MAX_DUMP_LINES = 400
 # The line with the exception's class is at most this many lines after the last frame.
 _LINES_TO_CLASS = 4
 
-HEADER = re.compile(r"(?:(?:Exception Group |Original )?Traceback \(most recent call last\):?)")
+# Sacred leaves out its own frames, and says so in the header.
+HEADER = re.compile(
+    r"(?:(?:Exception Group |Original )?Traceback"
+    r" \(most recent calls? (?:last|WITHOUT Sacred internals)\):?)"
+)
 _NESTED = re.compile(
     r"\s*(?:Original Traceback|-- Process \d+ terminated with the following error:)"
 )
@@ -147,6 +151,15 @@ class Message(NamedTuple):
     nested: Raised | None
     # The index of the line after the message.
     next_index: int
+
+
+def split_quoted_exception(text: str) -> tuple[str, str] | None:
+    """Return the class and message of a line such as ``KeyError('Version')``, or None.
+
+    Hydra prints the exception behind its own message in this way.
+    """
+    match = _QUOTED_EXCEPTION.fullmatch(text.strip())
+    return None if match is None else (match[1], match[3])
 
 
 def split_exception(text: str) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from holdfast.explain.wording.judgement import Judgement
 
 # The maximum length, in characters, of a quotation in a title, or in a summary if the signature
 # explains the quoted message.
-_SHORT_QUOTE = 160
+_SHORT_QUOTE = 240
 # The maximum length of a quotation in a summary if no signature explains the quoted message, or if
 # the message is a holdfast error, which explains itself.
 _LONG_QUOTE = 500
@@ -112,7 +112,7 @@ def _failure(candidate: CandidateCause, place: str, code: str) -> str:
     if candidate.signature.id in FALLBACKS:
         clause = f"{who} failed with {_cut(words, _LONG_QUOTE)}"
         if place:
-            clause += f", at {place}"
+            clause = f"{clause.removesuffix('.')}, at {place}"
         if code:
             clause += f": `{code}`"
         if statement.frames and not is_user_code(statement.frames[-1]):
