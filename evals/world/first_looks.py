@@ -2,13 +2,15 @@
 
     python -m evals.world.first_looks
 
-``first_looks.jsonl`` has one line per report: its address, the family of its cause, the certainty
-of the verdict, and how a reader graded the verdict, the last line of the log alone, and the advice.
-The collector of the reports wrote their causes down before any verdict was made, and the reader
-knew these causes but not the signatures. The logs belong to other projects and are not kept here.
+``first_looks.jsonl`` has one line per report: the look that it belongs to, its address, the family
+of its cause, the certainty of the verdict, and how a reader graded the verdict, the last line of
+the log alone, and the advice. Collectors of the reports wrote their causes down before any verdict
+was made, and the readers knew these causes but not the signatures. The logs belong to other
+projects and are not kept here.
 
-The verdicts were made with commit 6740b2cd on 2026-11-30. Afterwards the signatures were changed
-because of these reports, so they can never be a first look again.
+A look is made once: 1 with commit 6740b2cd on 2026-11-30, 2 with a827753e and 3 with 124fe9ee on
+2026-12-01. After each of them the signatures were changed because of its reports, so these can
+never be a first look again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from benchmarks.results_file import Result, read_options
 from holdfast.explain.certainty import CERTAINTIES
 
 _REPORTS = Path(__file__).with_suffix(".jsonl")
+_LOOKS = (1, 2, 3)
 _GRADES = ("right", "partly", "unknown", "wrong")
 _GRADES_OF_ADVICE = ("fixes", "helps", "useless", "harmful", "none")
 
@@ -31,17 +34,24 @@ def main() -> None:
     options = read_options("first_looks", __doc__ or "")
     reports = [json.loads(line) for line in _REPORTS.read_text("utf-8").splitlines()]
     result = Result(options=options, parameters={"reports": len(reports)})
-    for grade in _GRADES:
-        count = sum(report["verdict"] == grade for report in reports)
-        result.add_count(f"verdicts that are {grade}", count, len(reports))
-    by_last_line = sum(report["last_line"] == "right" for report in reports)
-    result.add_count("last lines of the log that are right", by_last_line, len(reports))
+    for look in _LOOKS:
+        _count_grades([report for report in reports if report["look"] == look], look, result)
     _count_by_certainty(reports, result)
     _count_families(reports, result)
     for grade in _GRADES_OF_ADVICE:
         count = sum(report["advice"] == grade for report in reports)
         result.add_count(f"advice: {grade}", count, len(reports))
     result.write()
+
+
+def _count_grades(reports: list[dict[str, Any]], look: int, result: Result) -> None:
+    for grade in _GRADES:
+        count = sum(report["verdict"] == grade for report in reports)
+        result.add_count(f"look {look}: verdicts that are {grade}", count, len(reports))
+    by_last_line = sum(report["last_line"] == "right" for report in reports)
+    result.add_count(
+        f"look {look}: last lines of the log that are right", by_last_line, len(reports)
+    )
 
 
 def _count_by_certainty(reports: list[dict[str, Any]], result: Result) -> None:
