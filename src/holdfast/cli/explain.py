@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +30,6 @@ from holdfast.recorder.run_files import folder_of_first_host
 _RULE = re.compile(r"[Hh]\d{3,4}")
 # Matches text that is probably meant as a rule id, unless a file has that name.
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
-_SENTENCE_END = re.compile(r"(?<=\.)\s")
-_MAX_ADVICE_CHARACTERS = 160
 
 
 def _complete_rule(incomplete: str) -> list[tuple[str, str]]:
@@ -288,23 +285,13 @@ def _print_headline(out: Console, verdict: Verdict) -> None:
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     style = f"bold {_color(verdict)}"
     out.print(Text.assemble((title, style), f"  [{verdict.cause}, {verdict.family}]"))
-    if _needs_no_action(verdict):
+    if not verdict.needs_action:
         return
     exhibit = _decisive_exhibit(verdict)
     if exhibit is not None:
         out.print(Text(f"Seen: {_describe_exhibit(verdict, exhibit)}"))
     if verdict.fix:
-        advice = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
-        advice = textwrap.shorten(advice, _MAX_ADVICE_CHARACTERS, placeholder=" ...")
-        out.print(Text(f"Do: {advice}"))
-
-
-def _needs_no_action(verdict: Verdict) -> bool:
-    if verdict.family == "learning":
-        return verdict.cause in (LOSS_FELL, UNJUDGED.id)
-    if verdict.family != "ended well":
-        return False
-    return verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
+        out.print(Text(f"Do: {verdict.first_advice}"))
 
 
 def _color(verdict: Verdict) -> str:

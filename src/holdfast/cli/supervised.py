@@ -157,7 +157,7 @@ def _print_complete(run_path: Path, *, quiet: bool, as_json: bool) -> None:
 
 
 def _print_outcome(outcome: RunOutcome, *, resume: bool) -> None:
-    """Print the verdict, a summary of the run, and the `holdfast explain` command for details.
+    """Print what happened, what to do, and where to look.
 
     Args:
         outcome: The outcome of the run.
@@ -165,13 +165,12 @@ def _print_outcome(outcome: RunOutcome, *, resume: bool) -> None:
     """
     from holdfast.core.text import counted, duration
 
+    lines = [_describe_verdict(outcome)]
+    if outcome.verdict.needs_action and outcome.verdict.fix:
+        lines.append(f"what to do: {outcome.verdict.first_advice}")
     attempts = counted(outcome.attempts, "attempt")
-    run_path = _shorten(outcome.run_path)
-    lines = [
-        _describe_verdict(outcome),
-        f"{attempts} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run_path}",
-        f"holdfast explain {shlex.quote(run_path)}",
-    ]
+    command = f"holdfast explain {shlex.quote(_shorten(outcome.run_path))}"
+    lines.append(f"{attempts} in {duration(outcome.seconds)}; {outcome.why}; details: {command}")
     if resume and not _was_saved(outcome):
         lines.append("nothing was saved, because the script has not stepped a torch optimizer")
     # A pipe that is closed, or that nobody reads, must neither change the exit code nor delay it

@@ -6,12 +6,15 @@ This module sanitizes every text, so that code that prints a verdict does not ha
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holdfast.core.text import sanitise
 from holdfast.explain.certainty import Certainty
-from holdfast.explain.signatures import WELL
+from holdfast.explain.signatures import UNJUDGED, WELL
+from holdfast.explain.signatures.endings import LOSS_FELL
 from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES, Family, Restart
 from holdfast.explain.speed_finding import SpeedFinding
 
@@ -21,6 +24,9 @@ _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
 # The number of the form of `Verdict.as_json`. It changes when a field is removed, renamed or gets
 # another meaning.
 _JSON_VERSION = 2
+
+_SENTENCE_END = re.compile(r"(?<=\.)\s")
+_MAX_ADVICE_CHARACTERS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +98,21 @@ class Verdict:
         if self.family in NO_FAILURES:
             return 0
         return 10 + FAMILIES.index(self.family)
+
+    @property
+    def needs_action(self) -> bool:
+        """Return whether there is something to fix: the run failed, or its success is in doubt."""
+        if self.family == "learning":
+            return self.cause not in (LOSS_FELL, UNJUDGED.id)
+        if self.family != "ended well":
+            return True
+        return self.fix != WELL.fix and self.cause != UNJUDGED.id
+
+    @property
+    def first_advice(self) -> str:
+        """Return the first sentence of the fix, shortened to a line; empty if no fix is known."""
+        sentence = _SENTENCE_END.split(self.fix, maxsplit=1)[0]
+        return textwrap.shorten(sentence, _MAX_ADVICE_CHARACTERS, placeholder=" ...")
 
     @property
     def is_plain_success(self) -> bool:
