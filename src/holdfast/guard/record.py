@@ -55,6 +55,7 @@ _LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
         run_events.LossScaleCollapsed,
         run_events.StopRequested,
         run_events.RequestReceived,
+        run_events.Resumed,
         run_events.NotRestored,
         run_events.OptimizerNotFused,
         run_events.LossFunctionReads,

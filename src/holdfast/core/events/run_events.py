@@ -94,7 +94,7 @@ class Resumed(EventData):
     by: str = "guard"
 
     def __str__(self) -> str:
-        text = "run resumed"
+        text = "resumed"
         if self.checkpoint is not None:
             text += f" from checkpoint {self.checkpoint}"
         if self.by != "guard":
