@@ -41,6 +41,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("holdfast metrics --follow --wandb my-project runs/last", "for W&B, as the run goes on"),
     ),
     "plan": (
+        ("holdfast plan train.py:build", "which common GPUs does a step fit?"),
         ("holdfast plan --device T4 train.py:build", "does it fit a T4?"),
         ("holdfast plan --device 24GiB --device H100 train.py:build", "compare two devices"),
     ),

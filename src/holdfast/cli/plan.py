@@ -39,7 +39,7 @@ from holdfast.forecast.plan.forecasting import (
     ForecastRequest,
     make_forecast,
 )
-from holdfast.forecast.plan.planning import MemoryPlan, with_relative_times
+from holdfast.forecast.plan.planning import MOST_SAMPLES, MemoryPlan, with_relative_times
 from holdfast.forecast.trace.events import Assumption, shares_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -51,6 +51,19 @@ _LEGEND = (
     "micro-batch: the largest that fits, in samples. peak: device memory that the process takes,"
     " including the CUDA context but not the margin, which is kept free. time: per sample, as a"
     " multiple of the fastest plan, estimated from the device's compute and memory rates."
+)
+
+# The devices of the overview, from the smallest to the largest.
+COMMON_DEVICES = (
+    "T4",
+    "V100-16GB",
+    "A10G",
+    "L4",
+    "RTX 4090",
+    "A100-40GB",
+    "A100-80GB",
+    "H100-SXM",
+    "H200",
 )
 
 Factory = Annotated[
@@ -67,9 +80,14 @@ Factory = Annotated[
     ),
 ]
 Devices = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
-        metavar="NAME", help="A GPU such as T4, or a memory size such as 24GiB. May be repeated."
+        metavar="NAME",
+        help=(
+            "A GPU such as T4, or a memory size such as 24GiB. May be repeated. Default: an"
+            " overview of common GPUs."
+        ),
+        show_default=False,
     ),
 ]
 GlobalBatchSize = Annotated[
@@ -112,7 +130,7 @@ Out = Annotated[
 
 def run(
     factory: Factory,
-    device: Devices,
+    device: Devices = None,
     global_batch_size: GlobalBatchSize = None,
     precision: Precisions = None,
     margin: Margin = None,
@@ -128,8 +146,8 @@ def run(
     recommended settings.
 
     Your factory and a few training steps run on tensors without data, in a separate process. Exit
-    code 0: a plan fits on every device, and so does the evaluation. 1: nothing fits on at least one
-    device, or the evaluation does not. 2: the forecast failed.
+    code 0: a plan fits on every device that is named, or on at least one of the overview, and so
+    does the evaluation. 1: it does not fit. 2: the forecast failed.
     """
     with failing_clearly(as_json=json):
         if importlib.util.find_spec("torch") is None:
@@ -139,14 +157,15 @@ def run(
                 fix="run this in the environment that you train in, or install torch there.",
                 rule="H742",
             )
-        devices = tuple(find_device(name) for name in device)
+        devices = tuple(find_device(name) for name in device or COMMON_DEVICES)
         request = ForecastRequest(
             factory=factory,
             devices=devices,
             precisions=_read_precisions(precision, devices),
             global_batch_size=global_batch_size,
             margin_bytes=_read_margin(margin),
-            verify=verify,
+            # The overview recommends no plan, so there is none to verify.
+            verify=verify and bool(device),
         )
         _check_out(out, len(devices))
         with working("holdfast plan: tracing a step") as show_progress:
@@ -156,13 +175,16 @@ def run(
             replace_file(out, as_yaml(forecast).encode(), SHARED)
     if json:
         print_json(as_json(forecast))
+    elif not device:
+        print_overview(forecast)
     else:
         print_forecast(forecast)
         if is_written:
             typer.echo(f"wrote {out}")
     if out is not None and not is_written:
         typer.echo(f"{out} was not written, because no plan fits", err=True)
-    if not all(plan.fits for plan in forecast.plans):
+    enough = all if device else any
+    if not enough(plan.fits for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -240,6 +262,36 @@ def print_forecast(forecast: Forecast) -> None:
     typer.echo("Assumptions")
     for text in _assumption_texts(forecast.assumptions):
         console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
+
+
+def print_overview(forecast: Forecast) -> None:
+    """Print one line per device: whether a step fits, and the largest micro-batch that does."""
+    table = Table(title="Does a training step fit?", title_justify="left")
+    for name in ("device", "fits"):
+        table.add_column(name)
+    table.add_column("largest micro-batch", justify="right")
+    for name in ("precision", "recompute"):
+        table.add_column(name)
+    for name in ("peak", "usable"):
+        table.add_column(name, justify="right")
+    for plan in forecast.plans:
+        device = plan.target.device
+        usable = _size(device.usable_bytes)
+        best = plan.best
+        if best is None:
+            missing = f"{_size(plan.shown.missing_bytes)} short"
+            table.add_row(device.name, "no", "", "", "", missing, usable, style="dim")
+        else:
+            fits = "yes" if plan.fits else "training only"
+            samples = str(best.micro_batch_size)
+            if best.micro_batch_size == MOST_SAMPLES:
+                samples = f"{MOST_SAMPLES} or more"
+            peak = _size(best.process_bytes)
+            table.add_row(device.name, fits, samples, best.precision, best.recompute, peak, usable)
+    console().print(table)
+    if not all(plan.fits or plan.best is None for plan in forecast.plans):
+        typer.echo("training only: the evaluation needs more memory than the device has")
+    typer.echo("Each line is the fastest plan that fits. For its details, pass --device NAME.")
 
 
 def _print_table(plan: DeviceForecast) -> None:

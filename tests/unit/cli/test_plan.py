@@ -15,7 +15,7 @@ from tests.unit.forecast.made_forecasts import make_plans, small_device
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.main import make_app
-from holdfast.cli.plan import as_json, as_yaml, print_forecast
+from holdfast.cli.plan import as_json, as_yaml, print_forecast, print_overview
 from holdfast.forecast.plan.forecasting import Forecast
 
 FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
@@ -97,6 +97,28 @@ def test_nothing_fits_says_what_would_do(capsys):
     facts = as_json(forecast)["devices"][0]
     assert facts["recommended"] is None
     assert facts["missing_bytes"] == plan.shown.missing_bytes > 0
+
+
+def test_the_overview_has_a_line_per_device(capsys):
+    """A device that is too small is named with what it lacks, and another with its micro-batch."""
+    forecast = make_plans(small_device(60, "tiny"), small_device(400, "large"))
+    print_overview(forecast)
+    lines = capsys.readouterr().out.splitlines()
+    (tiny,) = [line for line in lines if "tiny" in line]
+    (large,) = [line for line in lines if "large " in line and "largest" not in line]
+    best = forecast.plans[1].best
+    assert best is not None
+    assert "no" in tiny.split()
+    assert "short" in tiny
+    assert {"yes", str(best.micro_batch_size)} <= set(large.split())
+
+
+def test_without_a_device_common_ones_are_forecast():
+    """The exit code is 0 if a step fits any of them."""
+    result = call("--json", "--precision", "fp32")
+    assert result.exit_code == 0, result.output
+    devices = {row["device"] for row in json.loads(result.stdout)["rows"]}
+    assert {"T4", "A100-80GB", "H200"} <= devices
 
 
 def test_json_holds_every_figure():
