@@ -351,7 +351,7 @@ def test_how_far_it_is_comes_from_what_the_guard_recorded(tmp_path, facts, event
 def test_without_a_guard_what_is_not_known_is_not_guessed(tmp_path):
     """An observed process says its steps and no more."""
     add_process(tmp_path, [sample(5)], phase=ProcessPhase.OPTIMIZER, pid=os.getpid())
-    assert "no Guard" in drawn(Watched(tmp_path, Clock()), 120)
+    assert "only a Guard records" in drawn(Watched(tmp_path, Clock()), 120)
 
 
 def test_a_worker_and_a_launcher_run_and_do_not_start_for_ever(tmp_path):

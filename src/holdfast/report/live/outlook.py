@@ -14,7 +14,7 @@ from holdfast.recorder.progress import StepSample
 
 # Number of newest steps over which the current rate is measured.
 RATE_SAMPLES = 50
-NO_GUARD = "epoch, total, time left and samples/s are unknown: no Guard records them"
+NO_GUARD = "only a Guard records epoch, time left and samples/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,12 @@ def _event_text(recorded: RecordedEvent) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
+def _colored_event_text(recorded: RecordedEvent) -> Text:
+    text = _event_text(recorded)
+    text.stylize(_SEVERITY_STYLES[severity(recorded.event)])
+    return text
+
+
 def _event_kind(recorded: RecordedEvent) -> Text:
     style = _SEVERITY_STYLES[severity(recorded.event)]
     return Text(sanitise(recorded.event.kind, most=24), style)
@@ -166,6 +172,11 @@ EVENT_COLUMNS: tuple[Column[RecordedEvent], ...] = (
     Column("by", lambda recorded: Text(sanitise(recorded.source, most=20))),
     Column("event", _event_kind),
     Column("what", _event_text, takes_space=True),
+)
+# Without the kind, because the sentence says what happened.
+SHORT_EVENT_COLUMNS: tuple[Column[RecordedEvent], ...] = (
+    *EVENT_COLUMNS[:2],
+    Column("what", _colored_event_text, takes_space=True),
 )
 SCALAR_COLUMNS: tuple[Column[Scalar], ...] = (
     Column("logged", lambda scalar: Text(sanitise(scalar.name, most=70)), takes_space=True),

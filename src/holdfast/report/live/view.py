@@ -24,6 +24,7 @@ from holdfast.report.live.tables import (
     PROCESS_COLUMNS,
     RUN_COLUMNS,
     SCALAR_COLUMNS,
+    SHORT_EVENT_COLUMNS,
     STATE_STYLES,
     make_table,
     training_columns,
@@ -45,6 +46,8 @@ _MAX_PROCESSES = 16
 _MAX_EVENTS = 8
 _MAX_SCALARS = 6
 _MAX_PROBLEMS = 3
+# Measurements that are recorded all the time. Only the events panel shows them.
+_ROUTINE_EVENTS = frozenset({"resources_used", "stacks_sampled", "torch_imported"})
 _TONE_STYLES = {"well": "green", "unjudged": "bright_black", "unknown": "yellow", "failed": "red"}
 
 
@@ -209,9 +212,11 @@ def _event_table(view: _View) -> list[RenderableType]:
     events = [recorded for recorded in view.run.events if recorded.event.kind != "verdict"]
     if not events or not view.shows("events"):
         return []
-    # The events panel shows the newest events first, because the screen may cut off its end.
-    shown = events[::-1] if view.panel == "events" else events[-_MAX_EVENTS:]
-    return [make_table(shown, EVENT_COLUMNS)]
+    if view.panel == "events":
+        # The newest events come first, because the screen may cut off the end of the table.
+        return [make_table(events[::-1], EVENT_COLUMNS)]
+    notable = [recorded for recorded in events if recorded.event.kind not in _ROUTINE_EVENTS]
+    return [make_table(notable[-_MAX_EVENTS:], SHORT_EVENT_COLUMNS)] if notable else []
 
 
 def _verdict_panel(view: _View) -> list[RenderableType]:
