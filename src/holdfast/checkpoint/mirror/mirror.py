@@ -97,8 +97,11 @@ class Mirror:
 
     # --- taking over
 
-    def is_behind(self) -> bool:
-        """Return whether the mirror has continued the run of this directory.
+    def adopt_run(self) -> bool:
+        """Check that the mirror belongs to this run, and return whether the run is behind it.
+
+        The run is behind if the mirror has newer checkpoints. A new run directory takes over the
+        run ID of the mirror.
 
         Raises:
             RunDirectoryError: H322 if the mirror belongs to another run, H323 if both the run
@@ -161,13 +164,13 @@ class Mirror:
         if may_pull:
             self._move_damaged_aside()
         # This comes first, since taking over stops the process that owns the mirror now.
-        was_behind = self.is_behind()
+        was_behind = self.adopt_run()
         if was_behind and not may_pull:
             raise self._forked()
         try:
             owner = self._folder.add_owner(self._run_id)
             # The previous owner may have completed another copy since the first check.
-            is_behind = self.is_behind()
+            is_behind = self.adopt_run()
         except HoldfastError:
             raise
         # The library of any store may raise anything.

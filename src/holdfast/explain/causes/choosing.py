@@ -88,7 +88,7 @@ def choose(case: Case) -> Choice:
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], certainty="a guess")
-    return _clear_kernel_without_kills(case, _prefer_traced_leak(case, choice))
+    return _without_blaming_the_kernel(case, _prefer_traced_leak(case, choice))
 
 
 def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
@@ -467,7 +467,7 @@ def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
     return choice
 
 
-def _clear_kernel_without_kills(case: Case, choice: Choice) -> Choice:
+def _without_blaming_the_kernel(case: Case, choice: Choice) -> Choice:
     """Return the choice, with "killed" as its cause if the kernel was wrongly suspected.
 
     This is the case if the kernel's out-of-memory kill counter shows no kill.

@@ -94,7 +94,7 @@ class Mirroring:
             return
         mirror = self._new_mirror(self._location)
         try:
-            if mirror.is_behind():
+            if mirror.adopt_run():
                 mirror.pull_newest()
         except HoldfastError:
             raise
