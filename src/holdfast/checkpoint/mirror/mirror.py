@@ -97,7 +97,7 @@ class Mirror:
 
     # --- taking over
 
-    def adopt_run(self) -> bool:
+    def run_is_behind(self) -> bool:
         """Check that the mirror belongs to this run, and return whether the run is behind it.
 
         The run is behind if the mirror has newer checkpoints. A new run directory takes over the
@@ -157,20 +157,20 @@ class Mirror:
             may_pull: Whether a checkpoint may be fetched. If not, it is too late for that.
 
         Raises:
-            RunDirectoryError: H322 and H323 as `is_behind`; H323 also if a checkpoint would have to
+            RunDirectoryError: H322 and H323 as `run_is_behind`; H323 also if a checkpoint would have to
                 be fetched although it is too late.
             CheckpointError: H312 if no copy is intact.
         """
         if may_pull:
             self._move_damaged_aside()
         # This comes first, since taking over stops the process that owns the mirror now.
-        was_behind = self.adopt_run()
+        was_behind = self.run_is_behind()
         if was_behind and not may_pull:
             raise self._forked()
         try:
             owner = self._folder.add_owner(self._run_id)
             # The previous owner may have completed another copy since the first check.
-            is_behind = self.adopt_run()
+            is_behind = self.run_is_behind()
         except HoldfastError:
             raise
         # The library of any store may raise anything.

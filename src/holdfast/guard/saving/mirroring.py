@@ -94,7 +94,7 @@ class Mirroring:
             return
         mirror = self._new_mirror(self._location)
         try:
-            if mirror.adopt_run():
+            if mirror.run_is_behind():
                 mirror.pull_newest()
         except HoldfastError:
             raise
