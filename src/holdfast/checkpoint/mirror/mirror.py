@@ -157,8 +157,8 @@ class Mirror:
             may_pull: Whether a checkpoint may be fetched. If not, it is too late for that.
 
         Raises:
-            RunDirectoryError: H322 and H323 as `run_is_behind`; H323 also if a checkpoint would have to
-                be fetched although it is too late.
+            RunDirectoryError: H322 and H323 as `run_is_behind`; H323 also if a checkpoint would
+                have to be fetched although it is too late.
             CheckpointError: H312 if no copy is intact.
         """
         if may_pull:
