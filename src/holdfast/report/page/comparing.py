@@ -65,8 +65,12 @@ class Comparison:
         settings = _table([_settings(run) for run in runs])
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
-    def page(self) -> str:
-        """Return the comparison as an HTML page. Raises H742 if plotly is not installed."""
+    def page(self, plotly_addresses: Sequence[str] = ()) -> str:
+        """Return the comparison as an HTML page. Raises H742 if plotly is not installed.
+
+        Args:
+            plotly_addresses: See `fill_page`.
+        """
         lanes: list[Lane] = []
         for run, name in zip(self.runs, self.names, strict=True):
             lanes += _joined_lanes(run, name)
@@ -74,6 +78,7 @@ class Comparison:
         return fill_page(
             "compare.html",
             {} if figure is None else {"steps": figure},
+            plotly_addresses=plotly_addresses,
             kind="comparison",
             name=", ".join(self.names),
             under=f"{len(self.runs)} runs",

@@ -5,7 +5,7 @@ This module computes the contents of the page; ``templates/page.html`` defines t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import cast
 
@@ -24,12 +24,15 @@ from holdfast.report.page.offline_page import fill_page
 from holdfast.report.verdicts import tone
 
 
-def render(run: GatheredRun, *, now: datetime | None = None) -> str:
+def render(
+    run: GatheredRun, *, now: datetime | None = None, plotly_addresses: Sequence[str] = ()
+) -> str:
     """Return the page of a run as HTML.
 
     Args:
         run: The gathered recordings of the run.
         now: The time to show at the foot of the page; by default the current time.
+        plotly_addresses: See `fill_page`.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
@@ -38,6 +41,7 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
         "page.html",
         figures(run),
         now,
+        plotly_addresses=plotly_addresses,
         kind="report",
         run=run,
         name=run.path.resolve().name or str(run.path),

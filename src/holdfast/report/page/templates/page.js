@@ -91,8 +91,30 @@
     });
   }
 
-  buttons();
-  drawAll().then(function () { document.documentElement.dataset.drawn = String(Object.keys(figures).length); });
-  dark.addEventListener("change", recolour);
-  window.matchMedia("(max-width: 599px)").addEventListener("change", drawAll);
+  function load(addresses) {  // the first script that is there
+    return new Promise(function (resolve, reject) {
+      if (!addresses.length) { reject(new Error("plotly.js is missing")); return; }
+      const element = document.createElement("script");
+      element.src = addresses[0];
+      element.onload = resolve;
+      element.onerror = function () { load(addresses.slice(1)).then(resolve, reject); };
+      document.head.appendChild(element);
+    });
+  }
+
+  function draw() {
+    buttons();
+    dark.addEventListener("change", recolour);
+    window.matchMedia("(max-width: 599px)").addEventListener("change", drawAll);
+    return drawAll().then(function () { return Object.keys(figures).length; });
+  }
+
+  function tellMissing() {
+    document.getElementById("missing").hidden = false;
+    document.documentElement.classList.add("undrawn");
+    return 0;
+  }
+
+  const isLoaded = PLOTLY_ADDRESSES.length ? load(PLOTLY_ADDRESSES) : Promise.resolve();
+  isLoaded.then(draw, tellMissing).then(function (drawn) { document.documentElement.dataset.drawn = String(drawn); });
 })();
