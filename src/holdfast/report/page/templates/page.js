@@ -26,6 +26,10 @@
           nticks: drawn[name].type === "date" && window.innerWidth < 600 ? 2 : 0 });
       }
     }
+    if (drawn.annotations && window.innerWidth < 600) {  // the names of the curves below the title
+      drawn.annotations = drawn.annotations.map((each) =>
+        Object.assign({}, each, { text: each.text.replace("&nbsp;&nbsp; ", "<br>") }));
+    }
     if (drawn.xaxis.type === "date" && window.innerWidth < 600) {  // names in small letters, the legend in rows
       drawn.margin = Object.assign({}, drawn.margin, { l: Math.min(drawn.margin.l, 130), b: drawn.margin.b + 120 });
       drawn.yaxis.tickfont = { size: 9 };
@@ -78,7 +82,7 @@
     const data = figures.steps.data, curves = [...data.keys()].filter((at) => data[at].mode.startsWith("lines"));
     const read = curves.map((at) => data[at].y);  // plotly replaces those
     let chosen = 0;
-    scale.hidden = figures.steps.layout.annotations[0].text !== "<b>loss</b>";
+    scale.hidden = figures.steps.layout.annotations[0].text.startsWith("<b>loss</b>") === false;
     scale.addEventListener("click", function () {
       const log = place.layout.yaxis.type !== "log";
       Plotly.relayout(place, { "yaxis.type": log ? "log" : "linear", "yaxis.dtick": null, "yaxis.autorange": true });
