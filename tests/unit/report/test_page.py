@@ -149,6 +149,16 @@ def test_the_page_tells_what_happened(tmp_path):
     assert "layer <code>proj</code>" in page
 
 
+def test_the_cards_begin_with_what_the_run_has_learned(tmp_path):
+    """The last and the lowest loss come first, and the date is not in the way of the time."""
+    run = make_run(tmp_path)
+    page = render(gather(run))
+    cards = re.findall(r"<div><b[^>]*>([^<]*)</b><span>([^<]*)</span></div>", page)
+    assert [title for _, title in cards[:4]] == ["last loss", "lowest loss", "steps", "duration"]
+    assert cards[0][0] == f"{2.5 / 300**0.5:.6g}"
+    assert ("14:13", "began 2026-09-21 UTC") in cards
+
+
 def test_the_page_is_one_file_that_loads_nothing(tmp_path):
     """No element names a file elsewhere, and the page's own policy admits its two scripts and no
     loading at all.

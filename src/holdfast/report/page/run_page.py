@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -18,10 +19,15 @@ from holdfast.report.page.environment import environment
 from holdfast.report.page.figures.plotly_values import Figure
 from holdfast.report.page.figures.steps import share_equal_curves, step_figure
 from holdfast.report.page.figures.timeline import timeline_figure
+from holdfast.report.page.final_values import last_and_best_values
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import COLOURS, goodput
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.verdicts import tone
+
+_BEGAN = "began (UTC)"
+# Maximum number of cards with values of the loss and of metrics. The curves show the others.
+_MAX_VALUE_CARDS = 8
 
 
 def render(
@@ -47,7 +53,7 @@ def render(
         name=run.path.resolve().name or str(run.path),
         under=run.command or run.path,
         tone="unknown" if run.verdict is None else tone(run.verdict),
-        facts=key_figures(run),
+        facts=_cards(run),
         goodput=goodput(run),
         speed=() if run.verdict is None else run.verdict.speed,
         colours=COLOURS,
@@ -64,25 +70,37 @@ def figures(run: GatheredRun) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
+def _cards(run: GatheredRun) -> dict[str, str]:
+    """Return the contents of the cards at the top of the page, keyed by title.
+
+    What the run has learned comes first. Cards with more values than fit are left out.
+    """
+    values = dict(islice(last_and_best_values(run).items(), _MAX_VALUE_CARDS))
+    facts = key_figures(run)
+    # The date and the time in one line would be too long for a card.
+    began = facts.pop(_BEGAN)
+    date, _, time = began.partition(" ")
+    return values | facts | {f"began {date} UTC": time or began}
+
+
 def key_figures(run: GatheredRun) -> dict[str, str]:
-    """Return the key figures at the top of the page, keyed by title."""
+    """Return the key figures of a run, keyed by title."""
     times = _recorded_times(run)
     facts = {
         "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
-        "began": moment(min(times)) if times else "unknown",
-        "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
-        "attempts": str(run.attempt + 1),
+        "duration": duration(max(times) - min(times)) if times else "unknown",
     }
+    seconds_by_use = goodput(run)
+    if seconds_by_use:
+        share = seconds_by_use["steps"] / sum(seconds_by_use.values())
+        facts["time in steps"] = f"{share:.1%}"
+    facts["attempts"] = str(run.attempt + 1)
     # Show the number of checkpoints only for a guard, because checkpoints that the script saves by
     # itself are not known.
     if run.guards or run.checkpoints:
         complete = [item for item in run.checkpoints if item.status == "complete"]
         facts["checkpoints"] = str(len(complete))
     facts |= _throughput(run)
-    seconds_by_use = goodput(run)
-    if seconds_by_use:
-        share = seconds_by_use["steps"] / sum(seconds_by_use.values())
-        facts["goodput"] = f"{share:.1%}"
     for title, name in (
         ("peak host memory", "host_bytes"),
         ("peak device memory", "device_peak_bytes"),
@@ -90,6 +108,7 @@ def key_figures(run: GatheredRun) -> dict[str, str]:
         peak = _largest_value(run, name)
         if peak is not None:
             facts[title] = size(peak)
+    facts[_BEGAN] = moment(min(times), "%Y-%m-%d %H:%M") if times else "unknown"
     return facts
 
 
