@@ -95,8 +95,7 @@ def test_a_curve_that_ends_in_nan_is_shaded_from_the_step_at_which_its_values_st
     assert layout["yaxis"]["type"] == "log"
     (shape,) = layout["shapes"]
     assert (shape["x0"], shape["x1"], shape["yref"]) == (3, 5, "y domain")
-    (text,) = [note["text"] for note in layout["annotations"] if "from step" in note["text"]]
-    assert text.startswith("rank 1")
+    assert shape["label"]["text"].startswith("rank 1")
 
 
 def test_a_panel_without_any_value_has_no_numbers_on_its_axis(tmp_path):

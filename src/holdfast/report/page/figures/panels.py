@@ -227,7 +227,7 @@ class PanelDrawing:
         """Return the panel's title as an annotation, with a key if it shows several lanes."""
         text = f"<b>{self._panel.title}</b>"
         if self._is_cut_off:
-            text += f" (cut off, reached {self._finite.max():.1e}; double-click to see all)"
+            text += f" (cut off, reaches {self._finite.max():.1e})"
         return {
             "text": text + self._key(),
             "xref": "paper",
@@ -236,6 +236,7 @@ class PanelDrawing:
             "y": self._top,
             "xanchor": "left",
             "yanchor": "bottom",
+            "align": "left",
             "showarrow": False,
             "font": {"size": 12},
         }
@@ -400,8 +401,17 @@ class _Stop:
     last: float
     axis: str
 
-    def area(self, step_axis: str) -> Figure:
-        """Return the shape that shades these steps."""
+    def area(self, step_axis: str, middle: float) -> Figure:
+        """Return the shape that shades these steps, with a label that says what they are.
+
+        Args:
+            step_axis: Name of the step axis.
+            middle: The step in the middle of the panel, which decides on which side of the first
+                step there is room for the label.
+        """
+        text = f"NaN or infinite from step {self.first:,.0f}"
+        if self.lane:
+            text = f"{self.lane}: {text}"
         return {
             "type": "rect",
             "layer": "below",
@@ -413,28 +423,13 @@ class _Stop:
             "y1": 1,
             "fillcolor": _NONFINITE_COLOUR + _BAND_OPACITY,
             "line": {"width": 0},
-        }
-
-    def label(self, step_axis: str, middle: float) -> Figure:
-        """Return the annotation that says what the shaded steps are.
-
-        Args:
-            step_axis: Name of the step axis.
-            middle: The step in the middle of the panel, which decides on which side there is room.
-        """
-        text = f"NaN or infinite from step {self.first:,.0f}"
-        if self.lane:
-            text = f"{self.lane}: {text}"
-        return {
-            "text": text,
-            "xref": step_axis,
-            "yref": f"y{self.axis} domain",
-            "x": self.first,
-            "y": 0.96,
-            "xanchor": "right" if self.first > middle else "left",
-            "yanchor": "top",
-            "showarrow": False,
-            "font": {"size": 11},
+            # An annotation would widen the step axis until the text fits.
+            "label": {
+                "text": text,
+                "textposition": "top left",
+                "xanchor": "right" if self.first > middle else "left",
+                "font": {"size": 11},
+            },
         }
 
 

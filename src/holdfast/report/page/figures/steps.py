@@ -59,8 +59,7 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
         layout["annotations"].append(drawing.title())
         step_axis = f"x{area.axis}" if panel.own_scale else "x"
         for stop in drawing.stops():
-            layout["shapes"].append(stop.area(step_axis))
-            layout["annotations"].append(stop.label(step_axis, _middle_step(lanes)))
+            layout["shapes"].append(stop.area(step_axis, _middle_step(lanes)))
         if not panel.own_scale:
             lowest_shared_axis = drawing.y_axis
     layout["xaxis"] = {
