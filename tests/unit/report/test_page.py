@@ -159,6 +159,22 @@ def test_the_cards_begin_with_what_the_run_has_learned(tmp_path):
     assert ("14:13", "began 2026-09-21 UTC") in cards
 
 
+def test_the_line_of_the_verdict_is_marked_in_the_stacks(tmp_path):
+    """Of the two frames in the same file only the blamed one is marked, and its dump is open."""
+    run = make_run(tmp_path)
+    (run / "stacks" / "0002-1-a.txt").write_text(
+        'thread 1 MainThread: sleep\n  File "/home/model.py", line 31 in forward\n'
+        '  File "/home/model.py", line 310 in <module>\n'
+    )
+    page = render(gather(run))
+    marks = re.findall(r"<mark>(.*?)</mark>", page)
+    assert marks == [
+        "    forward (model.py:31)",
+        "  File &#34;/home/model.py&#34;, line 31 in forward",
+    ]
+    assert re.findall(r"<details open><summary>([^:<]*):", page) == ["stacks/0002-1-a.txt"]
+
+
 def test_the_page_is_one_file_that_loads_nothing(tmp_path):
     """No element names a file elsewhere, and the page's own policy admits its two scripts and no
     loading at all.

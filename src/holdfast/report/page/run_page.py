@@ -22,6 +22,7 @@ from holdfast.report.page.figures.timeline import timeline_figure
 from holdfast.report.page.final_values import last_and_best_values
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import COLOURS, goodput
+from holdfast.report.page.marked_stacks import mark_stacks
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.verdicts import tone
 
@@ -58,6 +59,7 @@ def render(
         speed=() if run.verdict is None else run.verdict.speed,
         colours=COLOURS,
         environment=environment(run),
+        marked_stacks=mark_stacks(run.stacks, run.verdict),
     )
 
 
