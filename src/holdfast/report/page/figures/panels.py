@@ -409,7 +409,7 @@ class _Stop:
             middle: The step in the middle of the panel, which decides on which side of the first
                 step there is room for the label.
         """
-        text = f"NaN or infinite from step {self.first:,.0f}"
+        text = f"not finite from step {self.first:,.0f}"
         if self.lane:
             text = f"{self.lane}: {text}"
         return {
