@@ -57,7 +57,7 @@ def mark_stacks(stacks: Iterable[RecordedStacks], verdict: Verdict | None) -> li
 def _lines_at(where: str) -> re.Pattern[str] | None:
     """Return a pattern that matches the lines of a stack at a place, or None without a place.
 
-    Stacks name it as ``File "train.py", line 31 in forward`` or as ``forward (train.py:31)``.
+    Stacks name it as ``File "FILE", line 31 in forward`` or as ``forward (FILE:31)``.
     """
     place = _PLACE.search(where)
     if place is None:
