@@ -165,9 +165,9 @@ def test_the_commands_and_their_flags() -> None:
         "attach": ["--json", "--seconds"],
         "save": ["--json", "--timeout"],
         "stop": ["--json", "--timeout"],
-        "compare": ["--fail-on-regression", "--json", "--out"],
+        "compare": ["--fail-on-regression", "--json", "--out", "--self-contained"],
         "doctor": ["--json", "--run-dir"],
-        "report": ["--json", "--out"],
+        "report": ["--json", "--out", "--self-contained"],
         "events": ["--json", "--kind"],
         "metrics": ["--follow", "--json", "--jsonl", "--tensorboard", "--wandb"],
         "plan": [

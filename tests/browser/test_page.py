@@ -29,6 +29,7 @@ from tests.unit.report.test_page import hostile_run
 from holdfast.recorder.run_files import SAMPLES_FILE, VERDICT_FILE
 from holdfast.report.page.gathering import gather
 from holdfast.report.page.run_page import render
+from holdfast.report.page.shared_script import share_script
 
 pytest.importorskip("plotly")
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -148,6 +149,33 @@ def test_the_page_opens_offline_and_draws(browser, page, tmp_path):
     time.sleep(1.0)  # plotly waits for the last of many changes
     assert browser.execute_script(tall) == before
     browser.set_window_size(1280, 1000)
+
+
+def test_a_page_that_shares_its_script_draws_and_says_so_if_it_is_missing(browser, tmp_path):
+    """It opens from a file with the script beside the runs or beside the page, under its policy.
+
+    Without the script, one sentence takes the place of the plots.
+    """
+    run = make_run(tmp_path / "run")
+    addresses = share_script(run / "report.html", [tmp_path])
+    page = render(gather(run), plotly_addresses=addresses)
+    opened(browser, page, run / "report.html")
+    assert (said(browser), requested(browser)) == ([], [])
+    assert browser.execute_script(_DRAWN) == "2"
+
+    (tmp_path / "copied").mkdir()
+    opened(browser, page, tmp_path / "copied" / "report.html")
+    shown = "return document.getElementById('missing').hidden"
+    assert browser.execute_script(_DRAWN) == "2"
+    assert browser.execute_script(shown) is True
+
+    (tmp_path / addresses[-1]).rename(tmp_path / "elsewhere.js")
+    opened(browser, page, tmp_path / "copied" / "report.html")
+    assert browser.execute_script(_DRAWN) == "0"
+    assert browser.execute_script(shown) is False
+    assert not browser.execute_script(
+        "return [...document.querySelectorAll('.plot')].some(place => place.clientHeight)"
+    )
 
 
 def test_a_narrow_page_keeps_its_words_apart_and_the_output_opens_at_its_end(
@@ -279,9 +307,10 @@ def test_hostile_texts_run_nothing_in_a_browser(browser, tmp_path):
     assert "\u202e" not in shown
 
 
+@pytest.mark.parametrize("shares_script", [True, False])
 @pytest.mark.parametrize("protected", [True, False])
 def test_the_policy_of_the_page_would_stop_a_script_that_slipped_through(
-    browser, page, tmp_path, protected
+    browser, page, tmp_path, protected, shares_script
 ):
     """If escaping ever failed, the browser would still refuse to run or load it.
 
@@ -291,6 +320,9 @@ def test_the_policy_of_the_page_would_stop_a_script_that_slipped_through(
         "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
         "<script src='http://127.0.0.1:9/x.js'></script><img src='http://127.0.0.1:9/p.png'>"
     )
+    if shares_script:
+        addresses = share_script(tmp_path / "page.html", [tmp_path])
+        page = render(gather(make_run(tmp_path / "run")), plotly_addresses=addresses)
     page = page.replace("<main>", "<main>" + bad)
     if not protected:  # shows that this test, and the one above, would notice
         page = page.replace("Content-Security-Policy", "X-Nothing")

@@ -46,6 +46,16 @@ if TYPE_CHECKING:
     from holdfast.report.metrics.copying import CopySummary
     from holdfast.report.page.gathered_run import GatheredRun
 
+SelfContained = Annotated[
+    bool,
+    typer.Option(
+        "--self-contained",
+        help=(
+            "Write a single file, to send or publish. Otherwise, a page inside the folder of the"
+            " runs loads the plotting script (4.6 MiB) from a file in that folder."
+        ),
+    ),
+]
 # Maximum number of runs to compare; the page has this many distinct colors for runs.
 _MAX_COMPARED = 10
 
@@ -121,12 +131,18 @@ def report(
             "--out", "-o", metavar="FILE", help="Path of the page. Default: report.html in RUN."
         ),
     ] = None,
+    self_contained: SelfContained = False,
     as_json: Json = False,
 ) -> None:
-    """Write a self-contained HTML page that shows how a run went and why it ended."""
+    """Write an HTML page that shows how a run went and why it ended.
+
+    The page opens without a network. The pages of a folder of runs share one file with the plotting
+    script; --self-contained, or an --out elsewhere, writes a single file.
+    """
     with failing_clearly(as_json=as_json):
         from holdfast.report.page.gathering import gather
         from holdfast.report.page.run_page import render
+        from holdfast.report.page.shared_script import share_script
         from holdfast.report.sources import check_run
 
         run_path = check_run(run_dir)
@@ -134,7 +150,10 @@ def report(
         check_writable(page)
         with working("reading the run"):
             run = gather(run_path)
-            data = render(run).encode()
+            addresses: tuple[str, ...] = ()
+            if not self_contained and page.is_relative_to(run_path.parent):
+                addresses = share_script(page, _folders_for_script(run_path))
+            data = render(run, plotly_addresses=addresses).encode()
         replace_file(page, data)
     if as_json:
         print_json(
@@ -153,8 +172,19 @@ def report(
         typer.echo(f"note: {problem}", err=True)
 
 
+def _folders_for_script(run: Path) -> list[Path]:
+    """Return the folders that may hold the plotting script of a run's page, the best one first.
+
+    The folder of the runs is best, because all pages there share the script. If that is the current
+    directory, it is probably a project and no place for such a file.
+    """
+    folders = [run.parent, run]
+    return [folder for folder in folders if folder != Path.cwd()]
+
+
 def _print_written(page: Path, data: bytes) -> None:
-    typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
+    size = f"{len(data) / 2**20:.1f} MiB" if len(data) >= 2**20 else f"{len(data) / 2**10:.0f} KiB"
+    typer.echo(f"wrote {page} ({size})")
 
 
 def compare(
@@ -169,8 +199,11 @@ def compare(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Path of the page.")
-    ] = Path("compare.html"),
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Path of the page. Default: compare.html."
+        ),
+    ] = None,
     fail_on_regression: Annotated[
         str | None,
         typer.Option(
@@ -181,6 +214,7 @@ def compare(
             ),
         ),
     ] = None,
+    self_contained: SelfContained = False,
     as_json: Json = False,
 ) -> None:
     """Write an HTML page that compares runs: their curves, settings and outcomes.
@@ -204,7 +238,7 @@ def compare(
                 " run.",
                 rule="H105",
             )
-        page = out.absolute()
+        page = (out or Path("compare.html")).absolute()
         check_writable(page)
         limit = _limit_of_regression(fail_on_regression, paths)
         with working(f"reading {len(paths)} runs"):
@@ -213,7 +247,8 @@ def compare(
                 regression = measure_regression(
                     baseline=comparison.runs[0], other=comparison.runs[1], limit=limit
                 )
-            data = comparison.page().encode()
+            addresses = () if self_contained else _script_of_comparison(page, out, paths)
+            data = comparison.page(addresses).encode()
         replace_file(page, data)
     if as_json:
         values = {"page": str(page), "bytes": len(data), **comparison.as_json()}
@@ -228,6 +263,22 @@ def compare(
             typer.echo(regression.sentence(*comparison.names))
     if regression is not None and regression.is_regression:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _script_of_comparison(page: Path, out: Path | None, runs: Sequence[Path]) -> tuple[str, ...]:
+    """Return where a comparison looks for the plotting script; empty if it must contain it.
+
+    The page shares the script of the first run's folder if it is in that folder or, without
+    ``--out``, in a directory above it.
+    """
+    from holdfast.report.page.shared_script import share_script
+
+    if not runs[0].is_dir():
+        # What another tool recorded, whose folder is not ours to write to.
+        return ()
+    folder = runs[0].parent
+    is_near = page.is_relative_to(folder) or (out is None and folder.is_relative_to(page.parent))
+    return share_script(page, [folder]) if is_near and folder != Path.cwd() else ()
 
 
 def _reader_of(path: Path) -> tuple[Path, Callable[[], GatheredRun]]:

@@ -12,6 +12,8 @@ from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import status_text
 from holdfast.explain.verdict import Exhibit
 
+# The exit statuses of a command that SIGKILL ended: its own, and that of a shell around it.
+_STATUSES_OF_SIGKILL = (-9, 137)
 _MAX_FAULTS = 3
 _MAX_LOADER_WARNINGS = 3
 _MAX_MEMORY_EVENTS = 4
@@ -90,9 +92,11 @@ def exhibits_of_end(
     if first_failure is not None and first_failure.status not in (None, status_of_command):
         yield _exhibit_of_status("the process that failed first", first_failure)
     kills = observations.count_kernel_kills(evidence.endings)
-    if kills is not None:
-        role = "confirmation" if kills else "fact"
-        yield Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role)
+    if kills:
+        yield Exhibit(text=f"oom_kill rose by {kills}", source="control group", role="confirmation")
+    elif kills == 0 and status_of_command in _STATUSES_OF_SIGKILL:
+        # Only then is it worth knowing that the kernel was not the one who killed.
+        yield Exhibit(text="oom_kill did not rise", source="control group")
     yield from _memory_exhibits(evidence)
     if evidence.lost is not None:
         source = evidence.lost.log or "recorded steps"

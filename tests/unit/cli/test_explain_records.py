@@ -365,9 +365,9 @@ def test_records_are_compared_with_each_other_and_with_runs(tmp_path: Path, page
     facts = compared["facts"]
     assert [verdict["cause"] for verdict in compared["verdicts"]][1:] == [FELL, LOST, LOST]
     assert facts["steps"] == ["60", "59", "240", "40"]
-    assert facts["newest loss"][1:] == ["0.309855", "not finite", "not finite"]
+    assert facts["last loss"][1:] == ["0.309855", "not finite", "not finite"]
     assert facts["lowest loss"][3] == "4.57124"
-    assert (facts["newest val_acc"][1], facts["highest val_acc"][1]) == ("0.5", "0.9")
+    assert (facts["last val_acc"][1], facts["highest val_acc"][1]) == ("0.5", "0.9")
     assert facts["attempts"] == ["1", "", "", ""]
     assert page.stat().st_size > 0
 

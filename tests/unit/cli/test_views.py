@@ -95,6 +95,37 @@ def test_report_writes_one_page_into_the_run(tmp_path):
     assert "<h1>train-1</h1>" in page.read_text()
 
 
+def test_the_pages_of_a_folder_of_runs_share_the_plotting_script(tmp_path):
+    """Each page is small and loads the one file beside the runs; a page to send contains it."""
+    runs = [make_run(tmp_path / name, steps=30) for name in ("a", "b")]
+    pages = {run / "report.html" for run in runs}
+    for run in runs:
+        assert call(report, run).exit_code == 0
+    (script,) = tmp_path.glob("plotly-*.min.js")
+    for page in pages:
+        assert page.stat().st_size < 500_000
+        assert f'["../{script.name}","{script.name}"]' in page.read_text()
+
+    assert call(report, runs[0], "--self-contained").exit_code == 0
+    assert (runs[0] / "report.html").stat().st_size > script.stat().st_size
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "only").mkdir()
+    run = make_run(tmp_path / "only" / "run", steps=30)
+    assert call(report, run, "-o", elsewhere / "page.html").exit_code == 0
+    assert (elsewhere / "page.html").stat().st_size > script.stat().st_size
+    assert not list((tmp_path / "only").glob("*.js"))
+
+
+def test_the_script_is_not_written_into_the_current_directory(tmp_path, monkeypatch):
+    """A run directory in a project keeps the script to itself."""
+    run = make_run(tmp_path / "run", steps=3)
+    monkeypatch.chdir(tmp_path)
+    assert call(report, run).exit_code == 0
+    (script,) = tmp_path.rglob("plotly-*.min.js")
+    assert script.parent == run
+
+
 def test_report_says_where_the_page_is_as_json(tmp_path):
     """For machines: the path, its size, and what was drawn."""
     written = call(

@@ -83,7 +83,7 @@ def test_what_differs_and_what_came_of_them(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert said["facts"]["steps"] == ["300", "400"]
     assert [each["cause"] for each in said["verdicts"]] == ["H970", "H1602"]
-    assert said["facts"]["newest validation wer"] == ["", "0.5"]
+    assert said["facts"]["last validation wer"] == ["", "0.5"]
     assert said["differs"] == {
         "command: word 2": ["train.py", "<b>"],
         "command: --epochs": ["3", ""],
@@ -216,7 +216,7 @@ def test_a_guard_alone_has_its_pace_and_its_goodput(
         "between steps": 11.0,
         "down": 87.0,
     }
-    assert facts["goodput"][0] == f"{7.5 / 108.5:.1%}"
+    assert facts["time in steps"][0] == f"{7.5 / 108.5:.1%}"
     assert (facts["steps a second"], facts["samples a second"]) == (["1", "10"], ["8", ""])
     assert (facts["checkpoints"], facts["attempts"]) == (["0", ""], ["3", "1"])
     drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}

@@ -33,7 +33,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     drawn = figures(gather(make_run(tmp_path, ranks=2)))
     timeline, steps = _validated(drawn["timeline"]), _validated(drawn["steps"])
     assert {trace.name for trace in steps.data} == {"rank 0", "rank 1", "all alike", "error"}
-    titles = [note.text for note in steps.layout.annotations]
+    titles = [note.text.partition("&nbsp;")[0] for note in steps.layout.annotations]
     assert titles == [
         f"<b>{title}</b>"
         for title in (
@@ -45,7 +45,13 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
             "seconds per step",
         )
     ]
-    assert sum(bool(trace.showlegend) for trace in steps.data) == 3
+    assert steps.layout.annotations[0].text.count("rank") == 2
+    assert {trace.name for trace in steps.data if trace.showlegend is not False} == {
+        "rank 0",
+        "rank 1",
+        "all alike",
+        "error",
+    }
     assert list(timeline.layout.yaxis.categoryarray) == ["rank 1", "rank 0", "supervisor"]
     (marks,) = [trace for trace in timeline.data if trace.name == "error"]
     assert list(marks.y) == ["rank 0", "rank 1"]
@@ -77,19 +83,40 @@ def test_nan_is_a_gap_with_a_mark(tmp_path):
     assert "NaN" in marks.hovertemplate
 
 
-def test_a_rank_whose_losses_are_all_nan_is_marked_at_the_foot_of_the_panel(tmp_path):
-    """On a logarithmic axis zero is nowhere.
-
-    The crosses stand at the least value that any rank has.
-    """
+def test_a_curve_that_ends_in_nan_is_shaded_from_the_step_at_which_its_values_stop(tmp_path):
+    """The shaded part names the rank, and the axis is that of the other rank's values."""
     add_process(tmp_path, [sample(step, loss=10.0 ** (3 - step)) for step in range(1, 6)], rank=0)
-    add_process(
-        tmp_path, [sample(step, loss=math.nan) for step in range(1, 6)], rank=1, pid=GONE + 1
-    )
-    figure = figures(gather(tmp_path))["steps"]
-    assert figure["layout"]["yaxis"]["type"] == "log"
-    (marks,) = [trace for trace in figure["data"] if trace["name"] == "not finite"]
-    assert marks["y"] == [pytest.approx(0.01)] * 5
+    losses = [1.0, 2.0, math.nan, math.inf, math.nan]
+    samples = [sample(step, loss=loss) for step, loss in enumerate(losses, start=1)]
+    add_process(tmp_path, samples, rank=1, pid=GONE + 1)
+
+    layout = figures(gather(tmp_path))["steps"]["layout"]
+
+    assert layout["yaxis"]["type"] == "log"
+    (shape,) = layout["shapes"]
+    assert (shape["x0"], shape["x1"], shape["yref"]) == (3, 5, "y domain")
+    assert shape["label"]["text"].startswith("rank 1")
+
+
+def test_a_panel_without_any_value_has_no_numbers_on_its_axis(tmp_path):
+    """An axis from -1 to 1 would look like values."""
+    add_process(tmp_path, [sample(step, loss=math.nan) for step in range(1, 6)])
+    figure = _validated(figures(gather(tmp_path))["steps"])
+    assert figure.layout.yaxis.showticklabels is False
+    assert (figure.layout.shapes[0].x0, figure.layout.shapes[0].x1) == (1, 5)
+
+
+def test_one_diverged_curve_does_not_flatten_the_others(tmp_path):
+    """The axis ends a little above where it began to diverge; the title says how far it went."""
+    add_process(tmp_path, [sample(step) for step in range(1, 51)], rank=0)
+    losses = [2.0] * 40 + [10.0**power for power in range(10)]
+    samples = [sample(step, loss=loss) for step, loss in enumerate(losses, start=1)]
+    add_process(tmp_path, samples, rank=1, pid=GONE + 1)
+
+    layout = figures(gather(tmp_path))["steps"]["layout"]
+
+    assert layout["yaxis"]["range"][1] < 25
+    assert "1.0e+09" in layout["annotations"][0]["text"]
 
 
 def test_values_over_decades_get_a_logarithmic_axis(tmp_path):

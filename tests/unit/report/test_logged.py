@@ -38,7 +38,7 @@ def panels(run: Path) -> dict[str, list[tuple[str, list[int]]]]:
     for each in steps["data"]:
         axes[int(each["yaxis"][1:] or 1)].append((each["name"], each["x"]))
     return {
-        text["text"]: axes[number]
+        text["text"].partition("&nbsp;")[0]: axes[number]
         for number, text in enumerate(steps["layout"]["annotations"], start=1)
     }
 

@@ -107,7 +107,7 @@ def test_events_are_marks_on_the_first_panel_by_how_bad_they_are(tmp_path):
     assert {name: trace["x"] for name, trace in marks.items()} == {
         "error": [70],
         "warning": [50],
-        "info": [20],
+        "event": [20],
     }
     (text,) = marks["error"]["hovertext"]
     assert text.startswith(f"trainer {GONE}, step 70: weights stand still")
@@ -117,7 +117,7 @@ def test_events_are_marks_on_the_first_panel_by_how_bad_they_are(tmp_path):
     assert [colours[name] for name in marks] == [
         trace["marker"]["color"] for trace in marks.values()
     ]
-    assert [colours[name] for name in ("error", "warning", "info")] == [
+    assert [colours[name] for name in ("error", "warning", "event")] == [
         "#d64545",
         "#e08a1e",
         "#8c8c8c",

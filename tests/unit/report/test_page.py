@@ -149,6 +149,32 @@ def test_the_page_tells_what_happened(tmp_path):
     assert "layer <code>proj</code>" in page
 
 
+def test_the_cards_begin_with_what_the_run_has_learned(tmp_path):
+    """The last and the lowest loss come first, and the date is not in the way of the time."""
+    run = make_run(tmp_path)
+    page = render(gather(run))
+    cards = re.findall(r"<div><b[^>]*>([^<]*)</b><span>([^<]*)</span></div>", page)
+    assert [title for _, title in cards[:4]] == ["last loss", "lowest loss", "steps", "duration"]
+    assert cards[0][0] == f"{2.5 / 300**0.5:.6g}"
+    assert ("14:13", "began 2026-09-21 UTC") in cards
+
+
+def test_the_line_of_the_verdict_is_marked_in_the_stacks(tmp_path):
+    """Of the two frames in the same file only the blamed one is marked, and its dump is open."""
+    run = make_run(tmp_path)
+    (run / "stacks" / "0002-1-a.txt").write_text(
+        'thread 1 MainThread: sleep\n  File "/home/model.py", line 31 in forward\n'
+        '  File "/home/model.py", line 310 in <module>\n'
+    )
+    page = render(gather(run))
+    marks = re.findall(r"<mark>(.*?)</mark>", page)
+    assert marks == [
+        "    forward (model.py:31)",
+        "  File &#34;/home/model.py&#34;, line 31 in forward",
+    ]
+    assert re.findall(r"<details open><summary>([^:<]*):", page) == ["stacks/0002-1-a.txt"]
+
+
 def test_the_page_is_one_file_that_loads_nothing(tmp_path):
     """No element names a file elsewhere, and the page's own policy admits its two scripts and no
     loading at all.
@@ -219,6 +245,6 @@ def test_a_run_without_steps_verdict_or_anything_has_a_page(tmp_path):
 def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
     """A missing extra is an H742 that says what to install."""
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(PolicyError, match=r"holdfast\[report\]") as caught:
+    with pytest.raises(PolicyError, match="pip install plotly") as caught:
         render(gather(make_run(tmp_path)))
     assert caught.value.rule == "H742"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from holdfast.report.curves import LOGGED, Curve, FloatArray
 from holdfast.report.page.environment import COMMAND, environment
 from holdfast.report.page.figures.steps import step_figure
+from holdfast.report.page.final_values import joined_lanes, last_and_best_values
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.page.run_page import key_figures
@@ -26,17 +23,6 @@ _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 _OPTION = re.compile(r"--?[A-Za-z]")
 # Matches the name in a setting such as ``optimizer.lr=0.1``.
 _SETTING = re.compile(r"[\w+~./-]+")
-# Metrics whose best value is the highest or the lowest one. Of others, such as a learning rate, no
-# value is the best.
-_IS_BETTER_HIGH = re.compile(
-    r"(?<![a-z])(?:acc(?:uracy)?|f1|auc|auroc|bleu|rouge\w*|m?ap\d*|iou|miou|precision|recall|psnr"
-    r"|ssim|r2|reward)(?![a-z])",
-    re.IGNORECASE,
-)
-_IS_BETTER_LOW = re.compile(
-    r"loss|(?<![a-z])(?:err(?:or)?|wer|cer|ppl|perplexity|mae|mse|rmse|nll|bpb|fid)(?![a-z])",
-    re.IGNORECASE,
-)
 
 
 class Comparison:
@@ -65,15 +51,20 @@ class Comparison:
         settings = _table([_settings(run) for run in runs])
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
-    def page(self) -> str:
-        """Return the comparison as an HTML page. Raises H742 if plotly is not installed."""
+    def page(self, plotly_addresses: Sequence[str] = ()) -> str:
+        """Return the comparison as an HTML page. Raises H742 if plotly is not installed.
+
+        Args:
+            plotly_addresses: See `fill_page`.
+        """
         lanes: list[Lane] = []
         for run, name in zip(self.runs, self.names, strict=True):
-            lanes += _joined_lanes(run, name)
+            lanes += joined_lanes(run, name)
         figure = step_figure(lanes)
         return fill_page(
             "compare.html",
             {} if figure is None else {"steps": figure},
+            plotly_addresses=plotly_addresses,
             kind="comparison",
             name=", ".join(self.names),
             under=f"{len(self.runs)} runs",
@@ -110,7 +101,7 @@ def _facts(run: GatheredRun) -> dict[str, str]:
         facts["steps"] = f"{max(lane.last_step for lane in run.lanes):,}"
     else:
         facts |= key_figures(run)
-    facts |= _numbers(run)
+    facts |= last_and_best_values(run)
     if run.verdict is not None and run.verdict.speed:
         finding = run.verdict.speed[0]
         facts["speed"] = f"{finding.title} ({finding.cause})"
@@ -157,69 +148,3 @@ def _arguments(command: str) -> dict[str, str]:
     return {
         key: " ".join(word for word in words if word) or "given" for key, words in values.items()
     }
-
-
-def _numbers(run: GatheredRun) -> dict[str, str]:
-    """Return the newest and the best loss, and those of each logged or validated metric."""
-    numbers = {}
-    for lane in _joined_lanes(run, ""):
-        for name, curve in lane.curves.items():
-            if not len(curve.finite) or not (name == "loss" or name.startswith(LOGGED)):
-                continue
-            metric = name.removeprefix(LOGGED)
-            numbers[f"newest {metric}{lane.label}"] = _newest(curve)
-            if _IS_BETTER_HIGH.search(metric):
-                numbers[f"highest {metric}{lane.label}"] = f"{curve.finite.max():.6g}"
-            elif _IS_BETTER_LOW.search(metric):
-                numbers[f"lowest {metric}{lane.label}"] = f"{curve.finite.min():.6g}"
-    return numbers
-
-
-def _newest(curve: Curve) -> str:
-    """Return the newest value of a curve that has a finite value."""
-    is_finite = np.isfinite(curve.values)
-    newest_step = curve.steps[is_finite][-1]
-    if len(curve.nonfinite) and curve.nonfinite[-1] > newest_step:
-        return "not finite"
-    return f"{curve.values[is_finite][-1]:.6g}"
-
-
-def _joined_lanes(run: GatheredRun, name: str) -> Iterator[Lane]:
-    """Yield the lanes of the first rank, with the curves of all attempts joined.
-
-    If there are several optimizers, each of them has an additional lane.
-
-    Args:
-        run: The run.
-        name: Label of the lanes. In the lane of an optimizer, the optimizer's name is appended.
-    """
-    of_first_rank = [lane for lane in run.lanes if not lane.rank]
-    for optimizer in dict.fromkeys(lane.optimizer for lane in of_first_rank):
-        attempts = [lane for lane in of_first_rank if lane.optimizer == optimizer]
-        label = f"{name}, {optimizer}" if optimizer else name
-        yield replace(attempts[0], label=label, curves=_joined_curves(attempts))
-
-
-def _joined_curves(lanes: Sequence[Lane]) -> dict[str, Curve]:
-    names = dict.fromkeys(name for lane in lanes for name in lane.curves)
-    return {
-        name: _joined_curve([lane.curves[name] for lane in lanes if name in lane.curves])
-        for name in names
-    }
-
-
-def _joined_curve(curves: Sequence[Curve]) -> Curve:
-    """Return several curves joined into one, without bands and with a gap after each part."""
-    if len(curves) == 1:
-        return curves[0]
-    return Curve(
-        steps=_concatenate_with_gaps([curve.steps for curve in curves]),
-        values=_concatenate_with_gaps([curve.values for curve in curves]),
-        nonfinite=np.concatenate([curve.nonfinite for curve in curves]),
-        band=None,
-        own_scale=curves[0].own_scale,
-    )
-
-
-def _concatenate_with_gaps(parts: Sequence[FloatArray]) -> FloatArray:
-    return np.concatenate([np.append(part, np.nan) for part in parts])

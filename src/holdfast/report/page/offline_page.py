@@ -4,6 +4,11 @@ Pages are rendered from the Jinja2 templates in ``templates``. All text is sanit
 when it is inserted. Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. A
 Content-Security-Policy allows only the page's two scripts, identified by their digests, and no
 content from outside. ``page.css`` and ``page.js`` are inserted verbatim.
+
+A page may instead load plotly.js from a file beside it (see ``shared_script``). No policy can name
+a local file, and browsers do not check the digest of one. The policy therefore has
+``strict-dynamic``: the page's own script, which is identified by its digest, may load another one,
+and an element in the page may not.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +44,12 @@ _ESCAPES_IN_SCRIPT = str.maketrans(
 
 
 def fill_page(
-    template: str, figures: Mapping[str, object], now: datetime | None = None, **values: Any
+    template: str,
+    figures: Mapping[str, object],
+    now: datetime | None = None,
+    *,
+    plotly_addresses: Sequence[str] = (),
+    **values: Any,
 ) -> str:
     """Return an HTML page that is rendered from a template.
 
@@ -47,13 +57,17 @@ def fill_page(
         template: Name of a file in ``templates``.
         figures: Figures for plotly.js, keyed by the id of the HTML element that shows them.
         now: The time to show at the foot of the page; by default the current time.
+        plotly_addresses: Where the page looks for plotly.js, as returned by `share_script`. If
+            empty, the page contains it.
         **values: Variables of the template.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
     """
-    plotly = plotly_script()
-    script = _read("page.js")
+    plotly = "" if plotly_addresses else plotly_script()
+    # Part of the script, so that its digest covers the addresses too.
+    addresses = _json_for_script(list(plotly_addresses))
+    script = f"const PLOTLY_ADDRESSES = {addresses};\n{_read('page.js')}"
     # These texts are inserted without escaping. The only text from the run in them is in the
     # figures, which `_json_for_script` has escaped.
     trusted = {
@@ -61,13 +75,14 @@ def fill_page(
         "figures_json": _json_for_script(figures),
         "plotly": plotly,
         "script": script,
-        "policy": _security_policy(plotly, script),
+        "policy": _security_policy(plotly, script, may_load=bool(plotly_addresses)),
     }
     return (
         _environment()
         .get_template(template)
         .render(
             figures=figures,
+            plotly_file=plotly_addresses[-1] if plotly_addresses else "",
             written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             version=__version__,
             **{name: Markup(text) for name, text in trusted.items()},  # noqa: S704 - see above
@@ -134,10 +149,18 @@ def plotly_script() -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _security_policy(*scripts: str) -> str:
-    """Return a Content-Security-Policy that allows only these scripts and no outside content."""
-    digests = [_base64(hashlib.sha256(script.encode()).digest()) for script in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+def _security_policy(*scripts: str, may_load: bool) -> str:
+    """Return a Content-Security-Policy that allows only these scripts and no outside content.
+
+    Args:
+        *scripts: The sources of the scripts. Empty ones are ignored.
+        may_load: Whether these scripts may load others.
+    """
+    digests = [_base64(hashlib.sha256(script.encode()).digest()) for script in scripts if script]
+    sources = [f"'sha256-{digest}'" for digest in digests]
+    if may_load:
+        sources.append("'strict-dynamic'")
+    allowed = " ".join(sources)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:;"
         " base-uri 'none'; form-action 'none'"

@@ -5,8 +5,9 @@ This module computes the contents of the page; ``templates/page.html`` defines t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -18,18 +19,27 @@ from holdfast.report.page.environment import environment
 from holdfast.report.page.figures.plotly_values import Figure
 from holdfast.report.page.figures.steps import share_equal_curves, step_figure
 from holdfast.report.page.figures.timeline import timeline_figure
+from holdfast.report.page.final_values import last_and_best_values
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.page.goodput import COLOURS, goodput
+from holdfast.report.page.marked_stacks import mark_stacks
 from holdfast.report.page.offline_page import fill_page
 from holdfast.report.verdicts import tone
 
+_BEGAN = "began (UTC)"
+# Maximum number of cards with values of the loss and of metrics. The curves show the others.
+_MAX_VALUE_CARDS = 8
 
-def render(run: GatheredRun, *, now: datetime | None = None) -> str:
+
+def render(
+    run: GatheredRun, *, now: datetime | None = None, plotly_addresses: Sequence[str] = ()
+) -> str:
     """Return the page of a run as HTML.
 
     Args:
         run: The gathered recordings of the run.
         now: The time to show at the foot of the page; by default the current time.
+        plotly_addresses: See `fill_page`.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
@@ -38,16 +48,18 @@ def render(run: GatheredRun, *, now: datetime | None = None) -> str:
         "page.html",
         figures(run),
         now,
+        plotly_addresses=plotly_addresses,
         kind="report",
         run=run,
         name=run.path.resolve().name or str(run.path),
         under=run.command or run.path,
         tone="unknown" if run.verdict is None else tone(run.verdict),
-        facts=key_figures(run),
+        facts=_cards(run),
         goodput=goodput(run),
         speed=() if run.verdict is None else run.verdict.speed,
         colours=COLOURS,
         environment=environment(run),
+        marked_stacks=mark_stacks(run.stacks, run.verdict),
     )
 
 
@@ -60,25 +72,37 @@ def figures(run: GatheredRun) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
+def _cards(run: GatheredRun) -> dict[str, str]:
+    """Return the contents of the cards at the top of the page, keyed by title.
+
+    What the run has learned comes first. Cards with more values than fit are left out.
+    """
+    values = dict(islice(last_and_best_values(run).items(), _MAX_VALUE_CARDS))
+    facts = key_figures(run)
+    # The date and the time in one line would be too long for a card.
+    began = facts.pop(_BEGAN)
+    date, _, time = began.partition(" ")
+    return values | facts | {f"began {date} UTC": time or began}
+
+
 def key_figures(run: GatheredRun) -> dict[str, str]:
-    """Return the key figures at the top of the page, keyed by title."""
+    """Return the key figures of a run, keyed by title."""
     times = _recorded_times(run)
     facts = {
         "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
-        "began": moment(min(times)) if times else "unknown",
-        "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
-        "attempts": str(run.attempt + 1),
+        "duration": duration(max(times) - min(times)) if times else "unknown",
     }
+    seconds_by_use = goodput(run)
+    if seconds_by_use:
+        share = seconds_by_use["steps"] / sum(seconds_by_use.values())
+        facts["time in steps"] = f"{share:.1%}"
+    facts["attempts"] = str(run.attempt + 1)
     # Show the number of checkpoints only for a guard, because checkpoints that the script saves by
     # itself are not known.
     if run.guards or run.checkpoints:
         complete = [item for item in run.checkpoints if item.status == "complete"]
         facts["checkpoints"] = str(len(complete))
     facts |= _throughput(run)
-    seconds_by_use = goodput(run)
-    if seconds_by_use:
-        share = seconds_by_use["steps"] / sum(seconds_by_use.values())
-        facts["goodput"] = f"{share:.1%}"
     for title, name in (
         ("peak host memory", "host_bytes"),
         ("peak device memory", "device_peak_bytes"),
@@ -86,6 +110,7 @@ def key_figures(run: GatheredRun) -> dict[str, str]:
         peak = _largest_value(run, name)
         if peak is not None:
             facts[title] = size(peak)
+    facts[_BEGAN] = moment(min(times), "%Y-%m-%d %H:%M") if times else "unknown"
     return facts
 
 

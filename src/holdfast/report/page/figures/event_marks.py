@@ -54,7 +54,7 @@ def _trace(style: str, marks: list[Mark]) -> Figure:
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": style,
+        "name": "event" if style == "info" else style,
         "legendgroup": style,
         "x": [mark.x for mark in marks],
         "y": [mark.y for mark in marks],

@@ -84,6 +84,20 @@ _LOGARITHMIC_TITLES = frozenset(panel.title for panel in _PANELS if panel.may_be
 # Names and line styles of curves that share a panel.
 _NAMES_IN_PANEL = {"device_allocated_bytes": "allocated", "device_reserved_bytes": "reserved"}
 _DASHES = {"device_reserved_bytes": "dot"}
+# Curves that jump from step to step. They are drawn as stairs, because a slanted line would show
+# values that never were.
+_STAIRS = frozenset({"wait_share", "seconds"})
+# A curve has diverged if it rose to this factor above its first values. It is cut off at the second
+# factor above them, because otherwise nothing else in the panel could be seen.
+_FACTOR_OF_DIVERGENCE = 1000.0
+_FACTOR_SHOWN = 10.0
+# The share of a curve, and the least number of points, that its first values are.
+_FIRST_SHARE = 0.1
+_MIN_FIRST_POINTS = 3
+# Above these, the key beside a panel's title would not fit into a line.
+_MAX_LANES_IN_KEY = 6
+_MAX_CHARACTERS_IN_KEY = 90
+_KEY_SEPARATOR = "&nbsp;&nbsp; "
 
 
 def present_panels(lanes: Sequence[Lane]) -> list[Panel]:
@@ -202,6 +216,7 @@ class PanelDrawing:
             curves = [drawn.divided_by(bytes_per_unit) for drawn in curves]
             self._finite = self._finite / bytes_per_unit
         self._curves = curves
+        self._limit = _limit_of_diverged([drawn.curve for drawn in curves])
 
     @property
     def _top(self) -> float:
@@ -209,18 +224,54 @@ class PanelDrawing:
         return self._area.bottom + share * self._area.height
 
     def title(self) -> Figure:
-        """Return the panel's title as an annotation."""
+        """Return the panel's title as an annotation, with a key if it shows several lanes."""
+        text = f"<b>{self._panel.title}</b>"
+        if self._is_cut_off:
+            text += f" (cut off, reaches {self._finite.max():.1e})"
         return {
-            "text": f"<b>{self._panel.title}</b>",
+            "text": text + self._key(),
             "xref": "paper",
             "yref": "paper",
             "x": 0,
             "y": self._top,
             "xanchor": "left",
             "yanchor": "bottom",
+            "align": "left",
             "showarrow": False,
             "font": {"size": 12},
         }
+
+    @property
+    def _is_cut_off(self) -> bool:
+        if not self._panel.may_be_logarithmic or self._limit is None:
+            return False
+        return bool(self._finite.max() > self._limit)
+
+    def _key(self) -> str:
+        """Return the names and colors of the panel's lanes, or "" if they would not help."""
+        colours = {drawn.lane.label: drawn.colour for drawn in self._curves}
+        characters = sum(len(name) for name in colours)
+        if not 1 < len(colours) <= _MAX_LANES_IN_KEY or characters > _MAX_CHARACTERS_IN_KEY:
+            return ""
+        names = [
+            f'<span style="color:{colour}">&#9632;</span> {label(name)}'
+            for name, colour in colours.items()
+        ]
+        return _KEY_SEPARATOR + "&nbsp; ".join(names)
+
+    def stops(self) -> list[_Stop]:
+        """Return where curves stopped having finite values, at most once for each step."""
+        stops = {}
+        for drawn in self._curves:
+            steps = _trailing_nonfinite(drawn.curve)
+            if len(steps) > 1:
+                stops[float(steps[0])] = _Stop(
+                    lane=label(drawn.lane.label) if len(self._curves) > 1 else "",
+                    first=float(steps[0]),
+                    last=float(steps[-1]),
+                    axis=self._area.axis,
+                )
+        return list(stops.values())
 
     def axes(self) -> Figure:
         """Return the panel's axes as entries of the figure's layout."""
@@ -244,7 +295,10 @@ class PanelDrawing:
         if self._panel.unit == "B":
             return {"ticksuffix": f" {self._unit}", "rangemode": "tozero"}
         if not len(finite):
-            return {}
+            # There is nothing to read off this axis.
+            return {"range": [0.0, 1.0], "showticklabels": False}
+        if self._is_cut_off:
+            return _range_up_to(finite[finite <= self._limit])
         if self._panel.may_be_logarithmic and _spans_decades(finite):
             has_few_decades = finite.max() / finite.min() < _FACTOR_FOR_FEW_TICKS
             return {"type": "log", "dtick": 1 if has_few_decades else None}
@@ -287,6 +341,7 @@ class PanelDrawing:
                 "color": drawn.colour,
                 "width": 1.6,
                 "dash": _DASHES.get(drawn.name, "solid"),
+                "shape": "hvh" if drawn.name in _STAIRS else "linear",
             },
             "hovertemplate": (
                 f"{self._hover_value(name_in_panel)}<extra>%{{fullData.legendgroup}}</extra>"
@@ -306,6 +361,10 @@ class PanelDrawing:
         """
         # Keep every n-th step, so that there are at most `_MAX_MARKS` crosses.
         steps = drawn.curve.nonfinite
+        trailing = _trailing_nonfinite(drawn.curve)
+        if len(trailing) > 1:
+            # The steps at the end are shaded instead.
+            steps = np.setdiff1d(steps, trailing)
         steps = steps[:: len(steps) // _MAX_MARKS + 1]
         lowest = float(self._finite.min()) if len(self._finite) else 0.0
         return {
@@ -324,6 +383,91 @@ class PanelDrawing:
             },
             "hovertemplate": "NaN or infinite<extra>%{fullData.legendgroup}</extra>",
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stop:
+    """The steps from which on all values of a curve are NaN or infinite.
+
+    Args:
+        lane: Label of the curve's lane; empty if the panel shows no other curve.
+        first: The first of these steps.
+        last: The last one.
+        axis: Suffix of the panel's axes; see `PanelArea`.
+    """
+
+    lane: str
+    first: float
+    last: float
+    axis: str
+
+    def area(self, step_axis: str, middle: float) -> Figure:
+        """Return the shape that shades these steps, with a label that says what they are.
+
+        Args:
+            step_axis: Name of the step axis.
+            middle: The step in the middle of the panel, which decides on which side of the first
+                step there is room for the label.
+        """
+        text = f"not finite from step {self.first:,.0f}"
+        if self.lane:
+            text = f"{self.lane}: {text}"
+        return {
+            "type": "rect",
+            "layer": "below",
+            "xref": step_axis,
+            "yref": f"y{self.axis} domain",
+            "x0": self.first,
+            "x1": self.last,
+            "y0": 0,
+            "y1": 1,
+            "fillcolor": _NONFINITE_COLOUR + _BAND_OPACITY,
+            "line": {"width": 0},
+            # An annotation would widen the step axis until the text fits.
+            "label": {
+                "text": text,
+                "textposition": "top left",
+                "xanchor": "right" if self.first > middle else "left",
+                "font": {"size": 11},
+            },
+        }
+
+
+def _trailing_nonfinite(curve: Curve) -> FloatArray:
+    """Return the steps after the last finite value, all of which have NaN or infinite values."""
+    is_finite = np.flatnonzero(np.isfinite(curve.values))
+    begin = int(is_finite[-1]) + 1 if len(is_finite) else 0
+    steps = curve.steps[begin:]
+    steps = steps[np.isfinite(steps)]
+    return steps if len(curve.nonfinite) else steps[:0]
+
+
+def _limit_of_diverged(curves: Sequence[Curve]) -> float | None:
+    """Return the value above which diverged curves are cut off, or None if no curve diverged."""
+    highest_shown = 0.0
+    has_diverged = False
+    for curve in curves:
+        values = curve.values[np.isfinite(curve.values)]
+        if not len(values):
+            continue
+        first_points = max(_MIN_FIRST_POINTS, int(_FIRST_SHARE * len(values)))
+        start = float(np.abs(values[:first_points]).max())
+        if 0 < start * _FACTOR_OF_DIVERGENCE < curve.finite.max():
+            has_diverged = True
+            highest_shown = max(highest_shown, start * _FACTOR_SHOWN)
+        else:
+            highest_shown = max(highest_shown, float(curve.finite.max()))
+    return highest_shown if has_diverged else None
+
+
+def _range_up_to(shown: FloatArray) -> Figure:
+    """Return the attributes of a value axis for these values, which are not all of a panel's."""
+    low = float(shown.min())
+    high = float(shown.max())
+    if _spans_decades(shown):
+        return {"type": "log", "dtick": 1, "range": [np.log10(low) - 0.1, np.log10(high) + 0.1]}
+    margin = 0.06 * (high - low)
+    return {"range": [low - margin, high + margin]}
 
 
 def _byte_unit(finite: FloatArray) -> tuple[str, float]:

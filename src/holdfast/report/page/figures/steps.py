@@ -7,6 +7,7 @@ of the first panel.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,10 @@ _TOP_PIXELS = 50
 _BOTTOM_PIXELS = 44
 _LEGEND_PIXELS = 84
 _EVENTS_AXIS = "y99"
+# Height of the marks of events on that axis, just below the panel's title.
+_MARK_HEIGHT = 0.94
+# Matches the process ID in a label such as "trainer 4711, attempt 0".
+_PROCESS = re.compile(r"^trainer \d+, ")
 # Kinds of events that are marked although they are harmless.
 _MILESTONES = frozenset(
     {"checkpoint_saved", "saved", "resumed", "attempt_started", "validated", "note"}
@@ -41,14 +46,20 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
     panels = present_panels(lanes)
     if not panels:
         return None
+    marks = _event_traces(lanes, events)
+    named_lanes = _with_short_names(lanes)
     data: list[Figure] = []
-    layout = _layout(len(panels), has_legend=len(lanes) > 1)
+    layout = _layout(len(panels), has_legend=len(lanes) > 1 or bool(marks))
     lowest_shared_axis = "y"
     for number, panel in enumerate(panels):
-        drawing = PanelDrawing(panel, lanes, area=panel_area(number, len(panels)))
+        area = panel_area(number, len(panels))
+        drawing = PanelDrawing(panel, named_lanes, area=area)
         data += drawing.traces()
         layout |= drawing.axes()
         layout["annotations"].append(drawing.title())
+        step_axis = f"x{area.axis}" if panel.own_scale else "x"
+        for stop in drawing.stops():
+            layout["shapes"].append(stop.area(step_axis, _middle_step(lanes)))
         if not panel.own_scale:
             lowest_shared_axis = drawing.y_axis
     layout["xaxis"] = {
@@ -56,8 +67,30 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
         "anchor": lowest_shared_axis,
         "showspikes": True,
     }
-    data += _event_traces(lanes, events)
+    data += marks
     return {"data": data, "layout": layout}
+
+
+def _with_short_names(lanes: Sequence[Lane]) -> list[Lane]:
+    """Return lanes without the process IDs in their labels, if the labels stay different.
+
+    What tells the lanes apart is the attempt or the optimizer.
+    """
+    names = [_PROCESS.sub("", lane.label) for lane in lanes]
+    if len(set(names)) < len({lane.label for lane in lanes}):
+        return list(lanes)
+    return [replace(lane, label=name) for lane, name in zip(lanes, names, strict=True)]
+
+
+def _middle_step(lanes: Sequence[Lane]) -> float:
+    """Return half of the largest step of all curves."""
+    largest = [
+        float(np.nanmax(curve.steps))
+        for lane in lanes
+        for curve in lane.curves.values()
+        if np.isfinite(curve.steps).any()
+    ]
+    return max(largest, default=0.0) / 2
 
 
 def share_equal_curves(lanes: Sequence[Lane]) -> Sequence[Lane]:
@@ -109,6 +142,7 @@ def _layout(panels: int, *, has_legend: bool) -> Figure:
         },
         "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": _BOTTOM_PIXELS},
         "annotations": [],
+        "shapes": [],
         _EVENTS_AXIS.replace("y", "yaxis"): {
             "overlaying": "y",
             "range": [0, 1],
@@ -125,7 +159,7 @@ def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> lis
         is_shown = severity(recorded.event) != "info" or recorded.event.kind in _MILESTONES
         step = _step_at(lanes, recorded) if is_shown else None
         if step is not None:
-            marks.append(Mark(recorded=recorded, x=step, y=1.0))
+            marks.append(Mark(recorded=recorded, x=step, y=_MARK_HEIGHT))
     return [_with_line_down(trace) for trace in mark_traces(marks)]
 
 
@@ -151,7 +185,7 @@ def _with_line_down(trace: Figure) -> Figure:
         "type": "data",
         "symmetric": False,
         "array": [0],
-        "arrayminus": [1.0] * len(trace["x"]),
+        "arrayminus": [_MARK_HEIGHT] * len(trace["x"]),
         "width": 0,
         "thickness": 0.7,
         "color": trace["marker"]["color"],
@@ -160,6 +194,5 @@ def _with_line_down(trace: Figure) -> Figure:
         **trace,
         "yaxis": _EVENTS_AXIS,
         "error_y": line,
-        "showlegend": False,
         "cliponaxis": False,
     }

@@ -26,6 +26,10 @@
           nticks: drawn[name].type === "date" && window.innerWidth < 600 ? 2 : 0 });
       }
     }
+    if (drawn.annotations && window.innerWidth < 600) {  // the names of the curves below the title
+      drawn.annotations = drawn.annotations.map((each) =>
+        Object.assign({}, each, { text: each.text.replace("&nbsp;&nbsp; ", "<br>") }));
+    }
     if (drawn.xaxis.type === "date" && window.innerWidth < 600) {  // names in small letters, the legend in rows
       drawn.margin = Object.assign({}, drawn.margin, { l: Math.min(drawn.margin.l, 130), b: drawn.margin.b + 120 });
       drawn.yaxis.tickfont = { size: 9 };
@@ -78,7 +82,7 @@
     const data = figures.steps.data, curves = [...data.keys()].filter((at) => data[at].mode.startsWith("lines"));
     const read = curves.map((at) => data[at].y);  // plotly replaces those
     let chosen = 0;
-    scale.hidden = figures.steps.layout.annotations[0].text !== "<b>loss</b>";
+    scale.hidden = figures.steps.layout.annotations[0].text.startsWith("<b>loss</b>") === false;
     scale.addEventListener("click", function () {
       const log = place.layout.yaxis.type !== "log";
       Plotly.relayout(place, { "yaxis.type": log ? "log" : "linear", "yaxis.dtick": null, "yaxis.autorange": true });
@@ -91,8 +95,30 @@
     });
   }
 
-  buttons();
-  drawAll().then(function () { document.documentElement.dataset.drawn = String(Object.keys(figures).length); });
-  dark.addEventListener("change", recolour);
-  window.matchMedia("(max-width: 599px)").addEventListener("change", drawAll);
+  function load(addresses) {  // the first script that is there
+    return new Promise(function (resolve, reject) {
+      if (!addresses.length) { reject(new Error("plotly.js is missing")); return; }
+      const element = document.createElement("script");
+      element.src = addresses[0];
+      element.onload = resolve;
+      element.onerror = function () { load(addresses.slice(1)).then(resolve, reject); };
+      document.head.appendChild(element);
+    });
+  }
+
+  function draw() {
+    buttons();
+    dark.addEventListener("change", recolour);
+    window.matchMedia("(max-width: 599px)").addEventListener("change", drawAll);
+    return drawAll().then(function () { return Object.keys(figures).length; });
+  }
+
+  function tellMissing() {
+    document.getElementById("missing").hidden = false;
+    document.documentElement.classList.add("undrawn");
+    return 0;
+  }
+
+  const isLoaded = PLOTLY_ADDRESSES.length ? load(PLOTLY_ADDRESSES) : Promise.resolve();
+  isLoaded.then(draw, tellMissing).then(function (drawn) { document.documentElement.dataset.drawn = String(drawn); });
 })();
