@@ -228,7 +228,7 @@ def insist_on_usable(troubles: Sequence[str], samples: int, quarantine: float) -
         )
 
 
-def insist_on_installed(extra: str, *packages: str) -> None:
+def insist_on_installed(*packages: str) -> None:
     """Insist now, and not when they are needed, that packages can be imported.
 
     Raises:
@@ -237,7 +237,7 @@ def insist_on_installed(extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(
-            f"{', '.join(missing)}: not installed.\nFix: pip install 'torch-holdfast[{extra}]'"
+            f"{', '.join(missing)}: not installed.\nFix: pip install {' '.join(missing)}"
         )
 
 

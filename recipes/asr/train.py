@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     device = find_device(options)
     with ending_clearly(CorpusError):
-        insist_on_installed("demo,integrations", "torchmetrics", "transformers")
+        insist_on_installed("torchmetrics", "transformers")
         training_set, held_out = _corpora(options)
         loader = _loader(training_set, options, device, training=True)
         test = _loader(held_out, options, device, training=False)

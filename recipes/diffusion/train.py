@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         DiffusionOptions, argv, policy_file=Path(__file__).with_name("policy.yaml")
     )
     with ending_clearly(DataError):
-        insist_on_installed("demo", "torchmetrics")
+        insist_on_installed("torchmetrics")
         sets = _sets(options)
         insist_on_a_batch(options.batch_size, len(sets[0]), "images")
     with ending_clearly(DataError, options.run_dir):

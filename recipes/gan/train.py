@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
     options, policy = read_options(GanOptions, argv, policy_file=POLICY)
     with ending_clearly(DataError):
-        insist_on_installed("demo", "torchmetrics")
+        insist_on_installed("torchmetrics")
         job = make_job(options)
     with ending_clearly(DataError, options.run_dir):
         return train(job, options, policy)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = read_options(PegasusOptions, argv, policy_file=POLICY)
     others = _CHECKPOINTS["plain" if options.loop == "trainer" else "trainer"]
     with ending_clearly(ValueError):
-        insist_on_installed("demo,integrations", "accelerate", "torchmetrics", "transformers")
+        insist_on_installed("accelerate", "torchmetrics", "transformers")
         if any(options.run_dir.glob(others)):
             raise RecordError(
                 f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir"

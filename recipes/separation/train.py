@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     device = find_device(options)
     with ending_clearly(CorpusError):
-        insist_on_installed("demo", "torchmetrics")
+        insist_on_installed("torchmetrics")
         loader, held_out = _loaders(options, device)
     with ending_clearly(CorpusError, options.run_dir):
         return _train(options, policy, device, loader, held_out)

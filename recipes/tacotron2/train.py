@@ -246,7 +246,7 @@ def _utterances(
 ) -> tuple[Utterances, Utterances, int]:
     """Return what to train on, what is held out, and the frames of the longest utterance."""
     try:
-        insist_on_installed("demo,integrations", "transformers")
+        insist_on_installed("transformers")
         folder = SpeechFolder(_folder(options), settings.sample_rate)
         for row in folder.unreadable:
             print(
