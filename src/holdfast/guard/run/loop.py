@@ -28,6 +28,7 @@ from holdfast.guard.saving.unkept import UnkeptNumbers, optimizer_of_unkept_sche
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.epoch import take_unkept_loaders
+from holdfast.loader.loader import DataLoader
 from holdfast.memory.oom import naming_lack_of_memory
 
 # A scheduler that needs a metric is reported if it has received none in the first
@@ -464,6 +465,7 @@ class Loop:
         cursor.advance(used=self._state.batch_is_used)
         self._state.boundary()
         self._report_unkept_loaders()
+        self._end_abandoned_epochs()
         # A save that is due at the last batch can wait for the end of the epoch. With several
         # ranks, the first rank has already decided for all ranks whether to wait.
         if self._ranks.world_size > 1 or not cursor.seems_to_end:
@@ -533,10 +535,20 @@ class Loop:
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
-    def _report_unkept_loaders(self) -> None:
-        """Report once that the loop advances another loader whose position is in no checkpoint.
+    def _end_abandoned_epochs(self) -> None:
+        """Advance loaders in ``state=`` whose epoch the loop body has left, as by ``break``.
 
-        Loaders that the loop body iterates to the end, as in an evaluation, are not reported.
+        The next iteration would begin their next epoch, so a resumed run must do so, too.
+        """
+        for stateful in self._session.parts.states.values():
+            if isinstance(stateful, DataLoader):
+                stateful.end_abandoned_epoch()
+
+    def _report_unkept_loaders(self) -> None:
+        """Report once that the loop trains with another loader whose position is not saved.
+
+        Loaders that the loop body iterates to the end without an optimizer step, as in an
+        evaluation, are not reported.
         """
         if self._reported_loaders or not take_unkept_loaders():
             return
