@@ -72,6 +72,12 @@ class Limits:
             return True
         return self.steps is not None and steps >= self.steps
 
+    def are_passed(self, *, epochs_begun: int, steps: int) -> bool:
+        """Return whether a run with these numbers has continued after a loop with these limits."""
+        if self.epochs is not None and epochs_begun > self.epochs:
+            return True
+        return self.steps is not None and steps > self.steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EpochBegin:
@@ -118,6 +124,8 @@ class Loop:
         self._own_steps = own_steps
         # Whether a save is due but was postponed.
         self._postponed = False
+        # Whether a resumed script has entered a loop that its earlier attempt has left behind.
+        self._repeats_script = False
         self._reported_waiting = False
         # The number of epochs that this loop has read from start to end.
         self._epochs = 0
@@ -203,6 +211,7 @@ class Loop:
                 with a value that states how the run ended.
         """
         limits = Limits(epochs=max_epochs, steps=max_steps)
+        self._undo_repeated_code(cursor, limits)
         self._begin_loop(cursor, limits)
         how: End = "failed"
         try:
@@ -229,6 +238,29 @@ class Loop:
         self._time_limit.check()
         # A checkpoint holds no gradients, so a stop waits for the step that they are for.
         return self._stop.reason is not None and not self._own_steps.accumulates
+
+    def _undo_repeated_code(self, cursor: Cursor, limits: Limits) -> None:
+        """Restore a resumed run again if the script has repeated code between finished loops.
+
+        A script may enter a loop for each epoch, and for example step a scheduler after it. When it
+        resumes, the loops of finished epochs are empty, and the code after them runs again. The
+        checkpoint already contains its effects, except for the code after the loop at whose end the
+        checkpoint was saved.
+        """
+        restoration = self._session.restoration
+        if restoration.random_state is None:
+            # The run was not resumed, or has continued since.
+            return
+        steps = self._record.global_step
+        if limits.are_passed(epochs_begun=cursor.epoch + (cursor.batches > 0), steps=steps):
+            self._repeats_script = True
+            return
+        if self._repeats_script:
+            self._repeats_script = False
+            restoration.restore_again()
+        if limits.are_reached(epochs=cursor.epoch, steps=steps):
+            # The code after this loop draws the random numbers that the next epoch continues from.
+            restoration.restore_random_state()
 
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
         self._steps.settle()
