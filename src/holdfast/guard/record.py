@@ -30,6 +30,7 @@ from holdfast.core.events.event import Event
 from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.repeated_steps import RepeatedSteps, lost_steps
 from holdfast.guard.stop import Interrupted
+from holdfast.loader.epoch import note_step
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import write_json, write_settings
@@ -169,8 +170,9 @@ class RunRecord:
         return self._global_step
 
     def count_step(self) -> None:
-        """Count a committed step."""
+        """Count a committed step, and the loaders that have returned batches for it."""
         self._global_step += 1
+        note_step()
 
     def move_to_step(self, global_step: int) -> None:
         """Set the global step to that of a restored state."""

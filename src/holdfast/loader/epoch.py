@@ -30,6 +30,13 @@ class Epoch:
     # The references are weak, so abandoned iterators disappear from the set.
     under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
 
+    # All unfinished iterators that have returned a batch.
+    unfinished: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
+
+    # Loaders from which a batch was taken for an optimizer step since the last call of
+    # `take_unkept_loaders`. They are reported even if they have reached the end of their epoch.
+    trained_with: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
     # Number of batches that all loaders of this process have returned.
     handed_out: ClassVar[int] = 0
 
@@ -48,9 +55,10 @@ class Epoch:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self.under_way.discard(self)
+            self._leave()
             raise
         self.under_way.add(self)
+        self.unfinished.add(self)
         Epoch.handed_out += 1
         if isinstance(batch, FailedBatch):
             raise batch.error
@@ -58,17 +66,31 @@ class Epoch:
 
     def close(self) -> None:
         """Abandon the rest of the epoch."""
-        self.under_way.discard(self)
+        self._leave()
         self._batches.close()
+
+    def _leave(self) -> None:
+        self.under_way.discard(self)
+        self.unfinished.discard(self)
+
+
+def is_iterated(loader: Any) -> bool:
+    """Return whether an iterator over this loader can still return batches."""
+    return any(epoch.loader is loader for epoch in list(Epoch.unfinished))
+
+
+def note_step() -> None:
+    """Record that an optimizer step was taken while loaders are in the middle of an epoch."""
+    Epoch.trained_with.update(epoch.loader for epoch in list(Epoch.under_way))
 
 
 def take_unkept_loaders() -> list[Any]:
-    """Return the loaders that are in the middle of an epoch and whose position is not saved.
+    """Return the loaders on whose position the training depends, although it is not saved.
 
-    Only loaders that have returned a batch since the last call are included.
+    These are the loaders that have returned a batch since the last call, and either are in the
+    middle of an epoch or were when an optimizer step was taken.
     """
-    if not Epoch.under_way:
-        return []
-    epochs = list(Epoch.under_way)
+    loaders = {epoch.loader for epoch in list(Epoch.under_way)} | set(Epoch.trained_with)
     Epoch.under_way.clear()
-    return [epoch.loader for epoch in epochs if not epoch.loader.is_kept]
+    Epoch.trained_with.clear()
+    return [loader for loader in loaders if not loader.is_kept]

@@ -31,7 +31,7 @@ from holdfast.loader.arguments import (
     why_not_divided,
 )
 from holdfast.loader.device import find_copy_target, move_to_device
-from holdfast.loader.epoch import Epoch, FailedBatch
+from holdfast.loader.epoch import Epoch, FailedBatch, is_iterated
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
@@ -310,6 +310,14 @@ class DataLoader(TorchDataLoader[Any]):
         if epoch != self._epoch:
             self._epoch = epoch
             self._position = LoaderPosition(consumed=0)
+
+    def end_abandoned_epoch(self) -> None:
+        """Advance to the next epoch if the current one was left early, as the next ``iter()`` does.
+
+        A position that is saved between the two then belongs to the epoch that ``iter()`` starts.
+        """
+        if self._under_way and not is_iterated(self):
+            self._move_to(self._epoch + 1)
 
     def _update_ranks(self) -> None:
         """Look up the ranks again, in case the process group was created after the loader."""

@@ -161,6 +161,47 @@ def test_a_requested_save_is_not_made_in_the_middle_of_an_accumulation(tmp_path)
     assert resumed.state() == undisturbed.state()
 
 
+def train_in_one_loop_per_epoch(
+    run_dir: Path, *, stop_after: int | None = None, epochs: int = 3
+) -> OwnLoop:
+    """Enter the guard's loop for each epoch, and step the scheduler between two of them.
+
+    Args:
+        run_dir: Run directory.
+        stop_after: After how many steps of this process a stop is requested.
+        epochs: The epoch after which the script ends, as if it were killed there.
+    """
+    script = OwnLoop(run_dir)
+    steps = 0
+    for epoch in range(epochs):
+        for x, y in script.guard.batches(max_epochs=epoch + 1):
+            script.optimizer.zero_grad()
+            (script.model(x) - y).square().mean().backward()
+            script.optimizer.step()
+            steps += 1
+            if steps == stop_after:
+                script.guard.request_stop()
+        if script.guard.stop_reason is not None:
+            break
+        script.scheduler.step()
+        torch.randn(epoch + 1)
+    return script
+
+
+@pytest.mark.parametrize("disturbance", [{"stop_after": 20}, {"stop_after": 3}, {"epochs": 2}])
+def test_code_between_loops_that_a_resume_repeats_takes_effect_once(tmp_path, disturbance):
+    """A script with a loop for each epoch steps its scheduler and draws numbers as often as without
+    the interruption, although it goes through its finished epochs again.
+    """
+    undisturbed = train_in_one_loop_per_epoch(tmp_path / "undisturbed")
+
+    train_in_one_loop_per_epoch(tmp_path / "run", **disturbance)
+    resumed = train_in_one_loop_per_epoch(tmp_path / "run")
+
+    assert resumed.guard.global_step == undisturbed.guard.global_step == 24
+    assert resumed.state() == undisturbed.state()
+
+
 def test_steps_are_recorded_with_their_losses_and_norms(tmp_path):
     """The recording of the steps holds the losses on which the loop called ``backward``."""
     loop = OwnLoop(tmp_path).train()

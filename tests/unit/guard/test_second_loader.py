@@ -143,3 +143,69 @@ def test_evaluations_are_not_warned_of(tmp_path):
             break
 
     assert not events(guard, "resume_may_differ")
+
+
+def train_with_inner_loop(
+    run_dir: Path, *, inner_batches: int, held: bool, leave: int | None = None
+) -> tuple[list[list[float]], holdfast.Guard]:
+    """Take own steps in a loop over another loader, inside of each batch of the guard.
+
+    Return the batches of the other loader, and the guard.
+
+    Args:
+        run_dir: Run directory.
+        inner_batches: After how many of the four batches the inner loop is left.
+        held: Whether the guard holds the other loader.
+        leave: The batch after which the outer loop is left by ``break``.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    other = holdfast.DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True, seed=1)
+    guard = holdfast.Guard(
+        run_dir,
+        model=model,
+        optimizer=optimizer,
+        loader=holdfast.DataLoader(torch.arange(24.0)[:, None], 4, shuffle=True),
+        state={"other": other} if held else None,
+        save_interval_steps=1,
+        async_save=False,
+    )
+    found = []
+    for number, _ in enumerate(guard.batches(max_epochs=2), start=1):
+        for count, batch in enumerate(other, start=1):
+            found.append(batch[:, 0].tolist())
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if count == inner_batches:
+                break
+        if number == leave:
+            break
+    return found, guard
+
+
+@pytest.mark.parametrize("inner_batches", [3, 4])
+def test_an_inner_loop_over_a_held_loader_resumes_exactly(tmp_path, inner_batches):
+    """An inner loop that is left early, like one that is not, begins the same epoch as in the
+    undisturbed run.
+    """
+    undisturbed, _ = train_with_inner_loop(
+        tmp_path / "undisturbed", inner_batches=inner_batches, held=True
+    )
+
+    first, _ = train_with_inner_loop(
+        tmp_path / "left", inner_batches=inner_batches, held=True, leave=5
+    )
+    rest, _ = train_with_inner_loop(tmp_path / "left", inner_batches=inner_batches, held=True)
+
+    # The newest checkpoint is that after the fourth batch.
+    assert first[: 4 * inner_batches] + rest == undisturbed
+
+
+def test_a_loader_that_is_read_to_its_end_between_steps_is_warned_of(tmp_path):
+    """Its order depends on its epoch, which no checkpoint holds, so a resume would not be exact."""
+    _, guard = train_with_inner_loop(tmp_path, inner_batches=4, held=False)
+
+    (event,) = events(guard, "resume_may_differ")
+    assert event.global_step == 4

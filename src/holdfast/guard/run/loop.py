@@ -28,6 +28,7 @@ from holdfast.guard.saving.unkept import UnkeptNumbers, optimizer_of_unkept_sche
 from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.epoch import take_unkept_loaders
+from holdfast.loader.loader import DataLoader
 from holdfast.memory.oom import naming_lack_of_memory
 
 # A scheduler that needs a metric is reported if it has received none in the first
@@ -70,6 +71,12 @@ class Limits:
         if self.epochs is not None and epochs >= self.epochs:
             return True
         return self.steps is not None and steps >= self.steps
+
+    def are_passed(self, *, epochs_begun: int, steps: int) -> bool:
+        """Return whether a run with these numbers has continued after a loop with these limits."""
+        if self.epochs is not None and epochs_begun > self.epochs:
+            return True
+        return self.steps is not None and steps > self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +124,8 @@ class Loop:
         self._own_steps = own_steps
         # Whether a save is due but was postponed.
         self._postponed = False
+        # Whether a resumed script has entered a loop that its earlier attempt has left behind.
+        self._repeats_script = False
         self._reported_waiting = False
         # The number of epochs that this loop has read from start to end.
         self._epochs = 0
@@ -202,6 +211,7 @@ class Loop:
                 with a value that states how the run ended.
         """
         limits = Limits(epochs=max_epochs, steps=max_steps)
+        self._undo_repeated_code(cursor, limits)
         self._begin_loop(cursor, limits)
         how: End = "failed"
         try:
@@ -228,6 +238,29 @@ class Loop:
         self._time_limit.check()
         # A checkpoint holds no gradients, so a stop waits for the step that they are for.
         return self._stop.reason is not None and not self._own_steps.accumulates
+
+    def _undo_repeated_code(self, cursor: Cursor, limits: Limits) -> None:
+        """Restore a resumed run again if the script has repeated code between finished loops.
+
+        A script may enter a loop for each epoch, and for example step a scheduler after it. When it
+        resumes, the loops of finished epochs are empty, and the code after them runs again. The
+        checkpoint already contains its effects, except for the code after the loop at whose end the
+        checkpoint was saved.
+        """
+        restoration = self._session.restoration
+        if restoration.random_state is None:
+            # The run was not resumed, or has continued since.
+            return
+        steps = self._record.global_step
+        if limits.are_passed(epochs_begun=cursor.epoch + (cursor.batches > 0), steps=steps):
+            self._repeats_script = True
+            return
+        if self._repeats_script:
+            self._repeats_script = False
+            restoration.restore_again()
+        if limits.are_reached(epochs=cursor.epoch, steps=steps):
+            # The code after this loop draws the random numbers that the next epoch continues from.
+            restoration.restore_random_state()
 
     def _begin_loop(self, cursor: Cursor, limits: Limits) -> None:
         self._steps.settle()
@@ -464,6 +497,7 @@ class Loop:
         cursor.advance(used=self._state.batch_is_used)
         self._state.boundary()
         self._report_unkept_loaders()
+        self._end_abandoned_epochs()
         # A save that is due at the last batch can wait for the end of the epoch. With several
         # ranks, the first rank has already decided for all ranks whether to wait.
         if self._ranks.world_size > 1 or not cursor.seems_to_end:
@@ -533,10 +567,20 @@ class Loop:
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
-    def _report_unkept_loaders(self) -> None:
-        """Report once that the loop advances another loader whose position is in no checkpoint.
+    def _end_abandoned_epochs(self) -> None:
+        """Advance loaders in ``state=`` whose epoch the loop body has left, as by ``break``.
 
-        Loaders that the loop body iterates to the end, as in an evaluation, are not reported.
+        The next iteration would begin their next epoch, so a resumed run must do so, too.
+        """
+        for stateful in self._session.parts.states.values():
+            if isinstance(stateful, DataLoader):
+                stateful.end_abandoned_epoch()
+
+    def _report_unkept_loaders(self) -> None:
+        """Report once that the loop trains with another loader whose position is not saved.
+
+        Loaders that the loop body iterates to the end without an optimizer step, as in an
+        evaluation, are not reported.
         """
         if self._reported_loaders or not take_unkept_loaders():
             return

@@ -240,6 +240,22 @@ class Restoration:
         """Record that the loader has reached its position and the random state was restored."""
         self._random_state = None
 
+    def restore_random_state(self) -> None:
+        """Restore the random state of a resumed run now, and not when its loader starts."""
+        if self._random_state is not None:
+            restore(self._random_state)
+            self._random_state = None
+
+    def restore_again(self) -> None:
+        """Restore the checkpoint of a resumed run again, which has not taken a step since."""
+        entry = self._newest_good()
+        if entry is None:
+            return
+        with self._state.rolling_back():
+            training = self._restore(entry, in_place=True)
+            self._context.counters.restore(training["counters"])
+            self._go_to_position_of(training)
+
     # --- rolling back
 
     def roll_back(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from holdfast.guard.optimizers import optimizers_inside
 from holdfast.guard.unchanged.namespaces import namespaces
 from holdfast.guard.unchanged.refusal import cannot_be_saved
 from holdfast.guard.unchanged.stack import is_module_level
@@ -69,14 +70,30 @@ def find_trained_objects(
             optimizers[_unique(name, optimizers)] = value
         elif has_type(value, GradScaler) and scaler is None:
             scaler = value
-    if stepping is not None and id(stepping) not in map(id, optimizers.values()):
-        raise cannot_be_saved(
-            f"no variable of the script refers to the {type(stepping).__name__} that is stepped",
-            "keep the optimizer in a variable or an attribute.",
-        )
+    if stepping is not None:
+        _check_is_found(stepping, optimizers)
     models = _outermost_with_parameters(modules, optimizers)
     _check_parameters_have_models(models, optimizers)
     return TrainedObjects(models=models, optimizers=optimizers, scaler=scaler)
+
+
+def _check_is_found(stepping: Optimizer, optimizers: dict[str, Optimizer]) -> None:
+    stepping_class = type(stepping).__name__
+    for name, optimizer in optimizers.items():
+        if optimizer is stepping:
+            return
+        if any(inner is stepping for inner in optimizers_inside(optimizer)):
+            # SAM, for example, changes the weights before and after it calls `step` of its base
+            # optimizer, and its own state_dict lacks the state of the base optimizer.
+            raise cannot_be_saved(
+                f"it steps the {stepping_class} inside of {name!r}, a {type(optimizer).__name__}"
+                " whose own step() is not called",
+                "use a Guard, and pass the inner optimizer to it.",
+            )
+    raise cannot_be_saved(
+        f"no variable of the script refers to the {stepping_class} that is stepped",
+        "keep the optimizer in a variable or an attribute.",
+    )
 
 
 def _outermost_with_parameters(
