@@ -182,8 +182,8 @@ class DataLoader(TorchDataLoader[Any]):
         self.batch_is_repeated = False
         self._initial_state = InitialState()
 
-        # Whether the position is saved, because the loader is part of a run or `state_dict` was
-        # called.
+        # Whether the position is saved, because the loader is part of a run, or `state_dict` or
+        # `load_state_dict` was called.
         self.is_kept = False
         self._record: Callable[[EventData], None] | None = None
         self._sampler_was_reported = False
@@ -558,6 +558,7 @@ class DataLoader(TorchDataLoader[Any]):
                 this loader.
         """
         check_position(self._identity(), state)
+        self.is_kept = True
         position = LoaderPosition.from_state(state)
         epoch = state["epoch"]
         if self._sampler is not None:

@@ -197,10 +197,11 @@ def test_an_inner_loop_over_a_held_loader_resumes_exactly(tmp_path, inner_batche
     first, _ = train_with_inner_loop(
         tmp_path / "left", inner_batches=inner_batches, held=True, leave=5
     )
-    rest, _ = train_with_inner_loop(tmp_path / "left", inner_batches=inner_batches, held=True)
+    rest, guard = train_with_inner_loop(tmp_path / "left", inner_batches=inner_batches, held=True)
 
     # The newest checkpoint is that after the fourth batch.
     assert first[: 4 * inner_batches] + rest == undisturbed
+    assert not events(guard, "resume_may_differ")
 
 
 def test_a_loader_that_is_read_to_its_end_between_steps_is_warned_of(tmp_path):
