@@ -103,6 +103,30 @@ def test_a_process_is_called_by_how_it_stands_still(case: dict[str, Any]) -> Non
     assert case.get("sentence", "") in found.sentence
 
 
+def test_a_thread_that_is_ready_to_run_but_has_no_cpu_is_slow_and_not_stuck() -> None:
+    """The clock says nothing about a process that a busy machine does not let run."""
+    ready = thread([TRAIN], "running", holds_gil=True)
+    starved = judged(process(ready))
+    assert (starved.kind, starved.moving, starved.starved) == ("merely slow", True, True)
+
+    # The main thread waits for a native thread of torch, which has no CPU.
+    in_torch = thread([TRAIN, LINEAR], "openmp")
+    looks = [
+        ProcessLook(
+            seconds=seconds,
+            threads=(in_torch,),
+            native_threads=(ThreadLook(tid=2, waits="running", cpu_wait_seconds=waited),),
+        )
+        for seconds, waited in ((10.0, 3.0), (11.0, 3.9))
+    ]
+    assert judged(Examined(pid=1, judged=True, looks=tuple(looks))).starved
+    assert judged(process(in_torch)).kind == "OpenMP"
+
+    # A rank that polls a collective waits for another rank, not for a CPU.
+    polls = [rank(number, TRAIN, ALL_REDUCE, waits="running") for number in (0, 1)]
+    assert judged(*polls, suspect=10).kind == "collective"
+
+
 def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
     """Who joins a thread is not to blame, but what the thread does is.
 

@@ -75,11 +75,15 @@ class HangDiagnosis:
     odd_one_out: int | None
     # Whether the blamed process uses CPU time or reads or writes data, so that it may still finish.
     moving: bool
+    # Whether the blamed process is ready to run but gets too little CPU time to show progress.
+    starved: bool
     # Whether the hang may resolve itself because the process waits for holdfast's loader, which
     # replaces stuck workers.
     heals: bool
     # The diagnosis in words.
     sentence: str
+    # The part of `sentence` that explains the lack of progress, without stating it.
+    explanation: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +131,7 @@ def diagnose_hang(
     blame = _blame_loader_worker(blame, processes)
     blame = _excuse_wait_for_busy_child(blame, processes)
     waits_for_loader = blame.in_worker or blame.hang.kind == "loader"
+    explanation = _explain(blame)
     return HangDiagnosis(
         kind=blame.hang.kind,
         certainty=blame.hang.certainty,
@@ -134,8 +139,10 @@ def diagnose_hang(
         frame=blame.hang.frame,
         odd_one_out=odd_one_out,
         moving=blame.hang.moving,
+        starved=blame.hang.starved,
         heals=waits_for_loader and has_own_loader(trainer),
-        sentence=_describe(blame),
+        sentence=f"{_lack_of_progress(noticed)} {explanation}",
+        explanation=explanation,
     )
 
 
@@ -311,7 +318,7 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
 
 
 def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
-    """Return the number of CPUs that all descendants of a process use in total.
+    """Return the number of CPUs that all descendants of a process use or wait for in total.
 
     A descendant that reads or writes a lot of data is counted as using one more CPU.
     """
@@ -323,6 +330,8 @@ def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> f
     while pending:
         descendant = pending.pop()
         share += descendant.cpu_share
+        if descendant.is_runnable:
+            share += descendant.cpu_wait_share
         if descendant.io_rate > _BUSY_BYTES_PER_SECOND:
             share += 1.0
         pending += children.get(descendant.pid, ())
@@ -339,9 +348,12 @@ def describe_frame(frame: Frame | None) -> str:
     return f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
 
 
-def _describe(blame: _Blame) -> str:
-    """Return the diagnosis as a paragraph."""
-    sentences = [_lack_of_progress(blame.noticed)]
+def _explain(blame: _Blame) -> str:
+    """Return what is known about the cause as a paragraph.
+
+    The paragraph follows a sentence about the process that exceeded its time limit.
+    """
+    sentences = []
     if blame.gone_ranks:
         ranks = ", ".join(str(rank) for rank in blame.gone_ranks)
         if len(blame.gone_ranks) == 1:
@@ -367,11 +379,14 @@ def _lack_of_progress(process: Examined) -> str:
     if process.rank is not None:
         who = f"Rank {process.rank} (process {process.pid})"
     digits = 0 if process.seconds >= 10 else 1
-    sentence = f"{who} has made no progress for {process.seconds:.{digits}f} s"
-    # A process that publishes no phase does not publish its steps either.
+    duration = f"{process.seconds:.{digits}f} s"
+    if not process.phase and not process.step:
+        # The process records neither its phase nor its steps, so only its activity was observed.
+        return f"{who} has shown no progress for {duration}."
+    sentence = f"{who} has made no progress for {duration}"
     if process.phase:
-        sentence += f" in the phase {process.phase!r}, at step {process.step}"
-    return f"{sentence}."
+        sentence += f" in the phase {process.phase!r}"
+    return f"{sentence}, at step {process.step}."
 
 
 def _different_calls(group: Sequence[Examined]) -> str:

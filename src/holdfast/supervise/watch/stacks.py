@@ -179,14 +179,16 @@ class StackSampler:
         if view.state in ("", "Z", "X"):
             return None
         seconds = time.monotonic()
-        source, threads = self._read_threads(subject, view)
+        source, python_threads = self._read_threads(subject, view)
+        threads = _add_waits(pid, python_threads, view)
         return ProcessLook(
             seconds=seconds,
             source=source,
             state=view.state,
             cpu_seconds=view.cpu_seconds,
             io_bytes=view.io_bytes,
-            threads=_add_waits(pid, threads, view),
+            threads=threads,
+            native_threads=_native_threads(threads, view),
         )
 
     def _read_threads(
@@ -259,9 +261,28 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
     for thread in [*main, *others]:
         # The thread ID of the main thread is the PID.
         tid = pid if thread.main else only_other_tid or thread.tid
-        wait = view.waits.get(tid, ThreadWait())
-        complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
+        complete.append(_with_wait(replace(thread, tid=tid), view))
     return tuple(complete)
+
+
+def _native_threads(threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
+    """Return the threads of a process that are not among its Python threads.
+
+    If the kernel's IDs of the Python threads are unknown, these threads are returned too.
+    """
+    tids = {thread.tid for thread in threads}
+    return tuple(_with_wait(ThreadLook(tid=tid), view) for tid in view.waits if tid not in tids)
+
+
+def _with_wait(thread: ThreadLook, view: KernelView) -> ThreadLook:
+    """Add to a thread what it waits for, according to the kernel."""
+    wait = view.waits.get(thread.tid, ThreadWait())
+    return replace(
+        thread,
+        waits=wait.waits,
+        target=wait.target,
+        cpu_wait_seconds=wait.cpu_wait_seconds,
+    )
 
 
 def stays_at_same_lines(about: Examined) -> bool:

@@ -310,7 +310,7 @@ class Watchdog:
         self._watch.on_hang(hang)
         if hang.remedy == "wait" and diagnosis.moving and suspect.info.torch is not None:
             is_starting = suspect.standing.phase is ProcessPhase.STARTING
-            self._announce_left_alone(hang, is_starting=is_starting)
+            self._announce_left_alone(hang, is_starting=is_starting, starved=diagnosis.starved)
 
     def _any_other_moves(self, suspect: WatchedProcess) -> bool:
         """Return whether any other judged process makes progress."""
@@ -329,7 +329,7 @@ class Watchdog:
             )
         )
 
-    def _announce_left_alone(self, hang: Hang, *, is_starting: bool) -> None:
+    def _announce_left_alone(self, hang: Hang, *, is_starting: bool, starved: bool) -> None:
         """Print a message about a process that is left running although it makes no progress.
 
         The message is printed only once for each kind of hang and innermost frame. While a process
@@ -340,14 +340,16 @@ class Watchdog:
             return
         self._announced.add(place)
         seems = "is computing but makes no progress"
-        if hang.hang_kind == "Python loop":
+        if starved:
+            seems = "gets too little CPU time to make progress"
+        elif hang.hang_kind == "Python loop":
             seems = "seems to loop"
         where = f" at {hang.frame}" if hang.frame else ""
         text = (
             f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left"
             " running"
         )
-        if not is_starting:
+        if not is_starting and not starved:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
                 text += f" for up to {seconds / 60:.3g} min"
@@ -390,8 +392,9 @@ class Watchdog:
         blamed = diagnosis.process
         phase = suspect.standing.phase
         is_traced = blamed.last.state == "t"
-        # Only wait if the process is being debugged, or is not known to be a torch program.
-        if is_traced or suspect.info.torch is None:
+        # Only wait if the process is being debugged, or is not known to be a torch program. A
+        # restart would not give a process more CPU time.
+        if is_traced or suspect.info.torch is None or diagnosis.starved:
             return "wait"
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
             self._continued.add(blamed.pid)
