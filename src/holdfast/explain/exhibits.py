@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from holdfast.core.events.event import Event
 from holdfast.core.text import counted, size
@@ -99,7 +100,8 @@ def exhibits_of_end(
         yield Exhibit(text=evidence.lost.sentence(), source=source)
     hang = observations.ignored_hang(evidence)
     if hang is not None:
-        yield replace(exhibit_of_hang(hang), role="fact")
+        for exhibit in exhibits_of_hang(hang):
+            yield replace(exhibit, role="fact")
 
 
 def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
@@ -117,21 +119,48 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
     )
 
 
-def exhibit_of_hang(hang: Event) -> Exhibit:
-    """Return an exhibit that says how long a process made no progress, in which phase and where."""
+def exhibits_of_hang(hang: Event) -> Iterator[Exhibit]:
+    """Yield an exhibit for the process that caused a hang, then one for each recorded rank.
+
+    The first says how long which process made no progress, and where the blamed process hangs.
+    """
     data = hang.data
+    pid = data.get("pid")
+    blamed_pid = data.get("blamed_pid", pid)
+    rank = _rank_in(data, "rank")
     words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
     words += f" (limit {data.get('limit')} s)"
-    if data.get("frame"):
-        words += f" at {data['frame']}"
-    rank = data.get("rank")
-    return Exhibit(
+    if blamed_pid != pid:
+        name = f"process {pid}" if rank is None else f"rank {rank} (process {pid})"
+        words = f"{name} made {words}, while this process was"
+        rank = _rank_in(data, "blamed_rank")
+    words += f" at {data.get('frame') or 'an unknown line'}"
+    yield Exhibit(
         text=words,
-        source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}",
+        source=f"watchdog, process {blamed_pid}",
         role="root",
         unix_seconds=hang.unix_seconds,
-        rank=rank if isinstance(rank, int) else None,
+        rank=rank,
     )
+    for standing in data.get("ranks") or ():
+        if isinstance(standing, Mapping):
+            yield _exhibit_of_rank(standing, hang.unix_seconds)
+
+
+def _exhibit_of_rank(standing: Mapping[str, Any], unix_seconds: float) -> Exhibit:
+    """Return an exhibit that says where one rank was when a hang was examined."""
+    frame = standing.get("frame") or "an unknown line"
+    return Exhibit(
+        text=f"step {standing.get('step')}, phase {standing.get('phase')}, at {frame}",
+        source=f"watchdog, process {standing.get('pid')}",
+        unix_seconds=unix_seconds,
+        rank=_rank_in(standing, "rank"),
+    )
+
+
+def _rank_in(facts: Mapping[str, Any], key: str) -> int | None:
+    rank = facts.get(key)
+    return rank if isinstance(rank, int) else None
 
 
 # --- Memory ---------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ def test_a_process_is_called_by_how_it_stands_still(case: dict[str, Any]) -> Non
     more = {key: case[key] for key in ("share", "io", "uses_gpu") if key in case}
     if "native" in case:
         more["native"] = tuple(case["native"])
+    if "source" in case:
+        more["source_line"] = case["source"]
     held = case.get("holds_gil", False)
     second = thread(frames_of(case["second"]), case["waits"]) if "second" in case else None
     found = judged(
@@ -237,10 +239,25 @@ def test_the_rank_that_is_in_no_collective_is_the_odd_one_out() -> None:
 
 
 def test_a_rank_that_has_ended_is_named() -> None:
-    """Those that are left wait in a collective, and the verdict says for whom."""
+    """Those that are left wait in a collective, and the verdict says for whom.
+
+    A rank that is stuck on its own does not wait for it.
+    """
+    alone = judged(rank(0, TRAIN, DATA), suspect=10, gone_ranks=[1])
+    assert (alone.kind, alone.odd_one_out) == ("lock", None)
     found = judged(rank(0, TRAIN, BACKWARD), suspect=10, gone_ranks=[1])
     assert (found.kind, found.odd_one_out) == ("collective", 1)
     assert "Rank 1" in found.sentence
+
+
+def test_a_rank_whose_stack_is_unknown_is_not_blamed() -> None:
+    """What a rank has not shown is not claimed, unless its own steps say that it is behind."""
+    silent = process(ThreadLook(tid=1, main=True, waits="socket"), pid=11, rank=1, step=5)
+    found = judged(rank(0, TRAIN, ALL_REDUCE), silent, suspect=10)
+    assert (found.odd_one_out, found.process.pid) == (None, 10)
+
+    behind = process(ThreadLook(tid=1, main=True, waits="socket"), pid=11, rank=1, step=4)
+    assert judged(rank(0, TRAIN, ALL_REDUCE), behind, suspect=10).odd_one_out == 1
 
 
 def test_of_ranks_that_all_wait_the_one_behind_or_elsewhere_is_the_odd_one() -> None:

@@ -74,6 +74,11 @@ _STOPPED_BY_SIGNAL = "T"
 _STOPPED_BY_DEBUGGER = "t"
 _UNINTERRUPTIBLE = "D"
 
+# A line of Python that contains a loop: a `while`, a `for` with its body, or a comprehension.
+_LOOP_ON_LINE = re.compile(
+    r"^\s*while\b|^\s*(?:async\s+)?for\b.*:\s*[^\s#]|[(\[{].*\bfor\b.+\bin\b"
+)
+
 _NATIVE_CUDA = re.compile(r"\bcu[A-Z]|cuda|nccl|\bhip[A-Z]")
 
 
@@ -310,7 +315,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
         )
     if thread.stack_is_constant and _may_poll_the_gpu(thread):
         return _waiting_for_the_gpu(thread)
-    if thread.stack_is_constant and native != ():
+    if thread.stack_is_constant and native != () and not _may_loop_on_one_line(thread):
         # Without a native stack, the thread may also be in a Python loop on a single line.
         where = f" ({clean(native[0])})" if native else " or in a loop on one line"
         return ProcessHang(
@@ -329,6 +334,19 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
             moving=True,
         )
     return _looping(thread)
+
+
+def _may_loop_on_one_line(thread: _BlamedThread) -> bool:
+    """Return whether a thread whose native stack is unknown is in a Python loop on a single line.
+
+    Such a line contains a loop, or the thread holds the GIL at every look. A built-in function that
+    does not release the GIL cannot be distinguished from a loop.
+    """
+    if thread.process.native is not None:
+        return False
+    if thread.holds_interpreter_lock:
+        return True
+    return _LOOP_ON_LINE.search(thread.process.source_line) is not None
 
 
 def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
@@ -369,7 +387,7 @@ def _looping(thread: _BlamedThread) -> ProcessHang:
         certainty = "likely"
     if thread.stack_is_constant:
         activity = "is in a loop on one line or in a built-in function"
-        certainty = "likely"
+        certainty = "a guess" if thread.process.native is None else "likely"
     return ProcessHang(
         kind="Python loop",
         certainty=certainty,

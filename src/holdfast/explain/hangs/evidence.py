@@ -211,6 +211,9 @@ class Examined:
     # The native functions called by the innermost Python frame of the main thread, with the
     # innermost function first. None if no native stack was taken.
     native: tuple[str, ...] | None = None
+    # The source text of the main thread's innermost line; empty if it could not be read. It is read
+    # only if the line does not change and no native stack was taken.
+    source_line: str = ""
     # Whether the process has the device file of a GPU open.
     uses_gpu: bool = False
 

@@ -28,6 +28,7 @@ from holdfast.explain.hangs.blame import (
     diagnose_hang,
 )
 from holdfast.explain.hangs.evidence import Examined
+from holdfast.explain.hangs.frames import user_frame
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
@@ -47,6 +48,8 @@ _SUSPENDED_SECONDS = 5.0
 # taken so far.
 _WORKER_RECOVERY_SECONDS = 180.0
 _MAX_EXAMINED = 64
+# An event can only hold a few kilobytes.
+_MAX_LISTED = 8
 # The watchdog gives up after this many consecutive errors.
 _MAX_ERRORS = 20
 _ERROR_PAUSE_SECONDS = 1.0
@@ -370,6 +373,8 @@ class Watchdog:
             certainty=diagnosis.certainty,
             blamed_pid=blamed.pid,
             blamed_role=blamed.role,
+            blamed_rank=blamed.rank,
+            ranks=_list_ranks(examination, blamed),
             frame=describe_frame(diagnosis.frame),
             odd_one_out=diagnosis.odd_one_out,
             sentence=diagnosis.sentence,
@@ -440,6 +445,28 @@ class Watchdog:
             judged_at = now if pid in judged else None
             subjects.append(_make_subject(process, watched.get(pid), judged_at))
         return subjects
+
+
+def _list_ranks(examination: _Examination, blamed: Examined) -> tuple[process_events.HungRank, ...]:
+    """Return where each judged process was; nothing if there is only one.
+
+    The blamed process and the suspect come first, because at most `_MAX_LISTED` are returned.
+    """
+    judged = [process for process in examination.dump.processes if process.judged]
+    if len(judged) < 2:
+        return ()
+    important = (blamed.pid, examination.suspect.pid)
+    judged.sort(key=lambda process: (process.pid not in important, process.rank or 0))
+    return tuple(
+        process_events.HungRank(
+            pid=process.pid,
+            rank=process.rank,
+            step=process.step,
+            phase=process.phase,
+            frame=describe_frame(user_frame(process.last.main.frames)),
+        )
+        for process in judged[:_MAX_LISTED]
+    )
 
 
 def _make_subject(
