@@ -11,10 +11,12 @@ from holdfast.core.text import counted, size
 from holdfast.explain import observations
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import status_text
+from holdfast.explain.flight_finding import FlightFinding, RankLine
 from holdfast.explain.verdict import Exhibit
 
 _MAX_FAULTS = 3
 _MAX_LOADER_WARNINGS = 3
+_MAX_FLIGHT_RANKS = 4
 _MAX_MEMORY_EVENTS = 4
 _MAX_QUOTED_LINES = 6
 # The maximum length of one line of a quotation.
@@ -161,6 +163,23 @@ def _exhibit_of_rank(standing: Mapping[str, Any], unix_seconds: float) -> Exhibi
 def _rank_in(facts: Mapping[str, Any], key: str) -> int | None:
     rank = facts.get(key)
     return rank if isinstance(rank, int) else None
+
+
+# --- The flight recorder --------------------------------------------------------------------------
+
+
+def exhibits_of_flight(finding: FlightFinding) -> Iterator[Exhibit]:
+    """Yield an exhibit for the collective in which ranks differ, then one for each rank."""
+    yield Exhibit(
+        text=finding.sentence, source="flight recorder", role="confirmation", rank=finding.rank
+    )
+    for line in finding.ranks[:_MAX_FLIGHT_RANKS]:
+        yield exhibit_of_flight_rank(line)
+
+
+def exhibit_of_flight_rank(line: RankLine) -> Exhibit:
+    """Return an exhibit with the newest collective of a rank."""
+    return Exhibit(text=line.text, source=f"flight recorder, {line.file}", rank=line.rank)
 
 
 # --- Memory ---------------------------------------------------------------------------------------
