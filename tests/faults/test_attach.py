@@ -38,6 +38,32 @@ WAITING = (
     "import sys, time\nprint(flush=True)\nwhile True: sum(range(int(sys.argv[1])));"
     " time.sleep(0.05)\n"
 )
+LOOPING = """
+print(flush=True)
+number = 0
+while True:
+    number += 1
+"""
+# hashlib releases the interpreter's lock during the call, which takes an hour.
+HASHING = """
+import hashlib
+print(flush=True)
+hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 2**31 - 1)
+"""
+STEPPING = """
+import sys, time
+from pathlib import Path
+from holdfast.recorder.progress import ProcessPhase, ProgressBoard
+board = ProgressBoard(Path(sys.argv[1]) / "progress.board")
+board.step = 7
+board.enter(ProcessPhase.OPTIMIZER)
+print(flush=True)
+while sys.argv[2] == "steps":
+    time.sleep(0.05)
+    board.step += 1
+    board.enter(ProcessPhase.OPTIMIZER)
+time.sleep(1e6)
+"""
 STARTING = "import sys; sys.path.insert(0, sys.argv[1]); import slow_to_import"
 LOADING = """
 import time, torch
@@ -112,6 +138,55 @@ def test_a_loop_that_mostly_waits_moves_and_one_that_only_polls_does_not(start: 
     joined += "x.start(); x.join()"
     assert attached(start(joined, "200000", WAITING).pid, 0, 2)["moves"]
     assert attached(start(joined, "0", WAITING).pid, 1, 2)["verdict"]["kind"] == "sleep"
+
+
+@pytest.mark.parametrize(("program", "kind"), [(LOOPING, "Python loop"), (HASHING, "native code")])
+def test_what_computes_at_one_place_is_named_and_neither_healthy_nor_stuck(
+    start: Start, program: str, kind: str
+) -> None:
+    """Two looks cannot tell an endless loop from a long computation."""
+    result = attached(start(program).pid, 0)
+
+    assert result["activity"] == "computing"
+    assert result["verdict"]["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("program", "activity", "kind"),
+    [(LOOPING, "starved", "merely slow"), (LOCKED, "none", "lock")],
+)
+def test_a_process_without_a_cpu_is_not_called_stuck(
+    start: Start, program: str, activity: str, kind: str
+) -> None:
+    """It could run, unlike one that waits for a lock on the same busy CPU."""
+    child = start(program)
+    busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    cpu = min(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(busy.pid, {cpu})
+        os.sched_setaffinity(child.pid, {cpu})
+        os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
+
+        result = attached(child.pid, None)
+    finally:
+        busy.kill()
+        busy.wait()
+
+    assert result["activity"] == activity
+    assert result["verdict"]["kind"] == kind
+
+
+def test_recorded_steps_are_progress_and_their_absence_is_dated(
+    start: Start, tmp_path: Path
+) -> None:
+    """A process that sleeps between its steps is healthy, and one that records none is not."""
+    result = attached(start(STEPPING, str(tmp_path), "steps").pid, 0)
+    assert result["activity"] == "recorded"
+    assert result["steps"] > 0
+
+    result = attached(start(STEPPING, str(tmp_path), "no steps").pid, 1)
+    assert result["verdict"]["kind"] == "sleep"
+    assert "'optimizer', at step 7" in result["verdict"]["sentence"]
 
 
 def test_the_verdict_comes_first_and_imports_are_folded(start: Start, tmp_path: Path) -> None:

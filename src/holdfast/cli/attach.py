@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections import Counter
@@ -17,7 +18,7 @@ import typer
 from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json, working
 from holdfast.core.control_groups import memory_available_bytes, read_fields
-from holdfast.core.text import as_json_value, size
+from holdfast.core.text import as_json_value, counted, size
 from holdfast.explain.hangs.blame import describe_frame
 from holdfast.explain.hangs.frames import user_frame
 from holdfast.supervise.watch.inspection import (
@@ -26,7 +27,7 @@ from holdfast.supervise.watch.inspection import (
     inspect_process,
     phase_of,
 )
-from holdfast.supervise.watch.stacks import describe
+from holdfast.supervise.watch.stacks import describe, stays_at_same_lines
 
 # Matches consecutive frames of Python's import system. A stack may contain dozens of them, so they
 # are printed as a single line.
@@ -49,8 +50,7 @@ _Seconds = Annotated[
 def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
     """Inspect a running training process: stack traces, memory and, if it hangs, the likely cause.
 
-    The process is never changed. Exit code 1: the process made no progress between two
-    observations.
+    The process is never changed. Exit code 1: the process did nothing between two observations.
     """
     with failing_clearly(as_json=as_json), tempfile.TemporaryDirectory() as folder:
         with working(f"observing process {pid} for {seconds:g} s"):
@@ -103,7 +103,7 @@ def _read_device_bytes() -> dict[int, int]:
 
 def _as_json(pid: int, inspection: Inspection, rows: list[dict[str, Any]]) -> Any:
     verdict = None
-    if not inspection.is_moving:
+    if _has_verdict(inspection):
         diagnosis = inspection.diagnosis
         verdict = {
             "kind": diagnosis.kind,
@@ -113,21 +113,83 @@ def _as_json(pid: int, inspection: Inspection, rows: list[dict[str, Any]]) -> An
             "certainty": diagnosis.certainty,
         }
     return as_json_value(
-        {"pid": pid, "moves": inspection.is_moving, "verdict": verdict, "processes": rows}
+        {
+            "pid": pid,
+            "moves": inspection.is_moving,
+            "activity": inspection.activity,
+            "steps": inspection.steps,
+            "verdict": verdict,
+            "processes": rows,
+        }
     )
+
+
+def _has_verdict(inspection: Inspection) -> bool:
+    """Return whether there is something to explain, because no progress was seen."""
+    return inspection.activity in ("computing", "starved", "none")
 
 
 def _print_conclusion(inspection: Inspection, seconds: float) -> None:
+    """Print what the process did, and no more than two observations can show."""
     diagnosis = inspection.diagnosis
-    if inspection.is_moving:
-        typer.echo("It is making progress.\n")
-        return
     certainty = f"[{diagnosis.kind}, {diagnosis.certainty}]"
-    typer.echo(f"It is not making progress. {diagnosis.sentence} {certainty}")
-    typer.echo(
-        f"A step that takes longer than {seconds:g} s looks like a hang; use --seconds"
-        f" {10 * seconds:g} to be sure.\n"
-    )
+    longer = f"--seconds {10 * seconds:g}"
+    advice = ""
+    match inspection.activity:
+        case "recorded":
+            conclusion = f"It is making progress: {_describe_progress(inspection, seconds)}."
+        case "working":
+            conclusion = f"It is working: {_describe_work(inspection, seconds)}."
+        case "computing":
+            conclusion = f"It is computing, but at one place. {diagnosis.explanation} {certainty}"
+            advice = (
+                "An endless loop and a long computation look the same; use"
+                f" {longer} to see whether it gets any further."
+            )
+        case "starved":
+            conclusion = (
+                "It is waiting for a CPU, so whether it makes progress is not known."
+                f" {diagnosis.explanation} {_describe_load()}"
+            )
+            advice = f"Use {longer} to see more of it."
+        case "none":
+            conclusion = f"It is doing nothing. {diagnosis.sentence} {certainty}"
+            advice = (
+                f"A step that waits longer than {seconds:g} s looks like a hang; use"
+                f" {longer} to be sure."
+            )
+            if diagnosis.kind == "stopped":
+                advice = f"`kill -CONT {diagnosis.process.pid}` continues it."
+    typer.echo(f"{conclusion}\n{advice}".rstrip() + "\n")
+
+
+def _describe_progress(inspection: Inspection, seconds: float) -> str:
+    if inspection.steps:
+        return f"{counted(inspection.steps, 'step')} in {seconds:g} s"
+    newest = min(inspection.judged, key=lambda process: process.seconds)
+    where = f" in the phase {newest.phase!r}" if newest.phase else ""
+    return f"its records advance{where}, at step {newest.step}"
+
+
+def _describe_work(inspection: Inspection, seconds: float) -> str:
+    """Return what the processes used and moved, and when progress was last recorded."""
+    cpu_seconds = seconds * sum(process.cpu_share for process in inspection.processes)
+    words = f"{cpu_seconds:.1f} s of CPU time in {seconds:g} s"
+    if not all(stays_at_same_lines(process) for process in inspection.judged):
+        words += ", and its stack changes"
+    recorded = [process for process in inspection.judged if process.phase]
+    if recorded:
+        oldest = max(recorded, key=lambda process: process.seconds)
+        words += (
+            f"; it last recorded progress {oldest.seconds:.0f} s ago, in the phase"
+            f" {oldest.phase!r}, at step {oldest.step}"
+        )
+    return words
+
+
+def _describe_load() -> str:
+    cpus = len(os.sched_getaffinity(0))
+    return f"The load average of this machine is {os.getloadavg()[0]:.1f}, with {cpus} CPUs."
 
 
 def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None:
@@ -136,7 +198,7 @@ def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None
     The judged processes are those whose progress decides whether training makes progress. Every
     other process is described on a single line.
     """
-    blamed_pid = None if inspection.is_moving else inspection.diagnosis.process.pid
+    blamed_pid = inspection.diagnosis.process.pid if _has_verdict(inspection) else None
     for process, row in zip(inspection.processes, rows, strict=True):
         facts = _describe_facts(row)
         if process.judged or process.pid == blamed_pid:

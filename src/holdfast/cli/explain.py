@@ -55,8 +55,8 @@ def run(
             help=(
                 "The id at the end of an error, such as H101; a run directory; a log file; - for"
                 " standard input; or what another tool recorded: trainer_state.json, a TensorBoard"
-                " event file, a CSV file of Lightning, a W&B run, or the directory of one. Omit it"
-                " to list all rules."
+                " event file, a CSV file of Lightning, a W&B run, or the directory of one; or the"
+                " dumps of torch's flight recorder. Omit it to list all rules."
             ),
         ),
     ] = None,
@@ -178,6 +178,8 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
         return judge(collect_stream(sys.stdin.buffer, name="standard input", status=status))
     path = Path(topic).expanduser()
     verdict = _verdict_on_record(path, attempt, status)
+    if verdict is None:
+        verdict = _verdict_on_dumps(path, attempt, status)
     if verdict is not None:
         return verdict
     if path.is_dir():
@@ -192,7 +194,7 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
         fix = f"did you mean {near}?"
     raise PolicyError(
         f"{topic!r} does not exist",
-        limit="`holdfast explain` accepts a rule id, a run directory, a log or a record",
+        limit="`holdfast explain` accepts a rule id, a run directory, a log, a record or dumps",
         fix=fix,
         rule="H732",
     )
@@ -211,6 +213,22 @@ def _verdict_on_record(path: Path, attempt: int | None, status: int | None) -> V
 
     _refuse_options("the record of another tool", attempt=attempt, status=status)
     return judge_record(read_record(found))
+
+
+def _verdict_on_dumps(path: Path, attempt: int | None, status: int | None) -> Verdict | None:
+    """Return the verdict on dumps of torch's flight recorder, or None if the path holds none."""
+    from holdfast.explain.flight.words import judge_dumps
+    from holdfast.explain.runs.recordings import holds_recordings, unreadable_error
+
+    try:
+        if not path.exists() or (path.is_dir() and holds_recordings(path)):
+            return None
+        verdict = judge_dumps(path)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    if verdict is not None:
+        _refuse_options("dumps of the flight recorder", attempt=attempt, status=status)
+    return verdict
 
 
 def _refuse_bundle(topic: str | None, *, as_json: bool) -> None:

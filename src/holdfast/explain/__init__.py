@@ -19,6 +19,9 @@ Modules, in the order in which a verdict is made:
 5. ``wording`` writes the `Verdict`. Both ``causes`` and ``wording`` use ``observations`` to
    interpret the recorded events, and ``exhibits`` to quote them as evidence.
 
+``flight`` compares the dumps of torch's flight recorder, for a run and on their own. ``records``
+judges what other tools recorded.
+
 ``hangs`` explains why a process makes no progress. The watchdog of ``holdfast run`` calls it
 directly.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from holdfast.core.events.event import Event
+from holdfast.explain.flight_finding import FlightFinding
 from holdfast.explain.speed_finding import SpeedFinding
 
 # This pattern is searched for in ``file:function`` and recognizes code that the user did not write:
@@ -239,6 +240,8 @@ class Evidence:
     # What the training loop spent its time on: its problems, or one plain statement. Empty if that
     # was not recorded or if the loop was too short to be judged.
     speed: tuple[SpeedFinding, ...] = ()
+    # The collective in which ranks differ, according to the dumps of torch's flight recorder.
+    flight: FlightFinding | None = None
     # Number of losses in the output. They are counted only if a log is the only evidence.
     printed_losses: int = 0
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from holdfast.core.events.event import Event
 from holdfast.core.text import counted, size
 from holdfast.explain import observations
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.exit_status import status_text
+from holdfast.explain.flight_finding import FlightFinding, RankLine
 from holdfast.explain.verdict import Exhibit
 
 # The exit statuses of a command that SIGKILL ended: its own, and that of a shell around it.
 _STATUSES_OF_SIGKILL = (-9, 137)
 _MAX_FAULTS = 3
 _MAX_LOADER_WARNINGS = 3
+_MAX_FLIGHT_RANKS = 4
 _MAX_MEMORY_EVENTS = 4
 _MAX_QUOTED_LINES = 6
 # The maximum length of one line of a quotation.
@@ -103,7 +106,8 @@ def exhibits_of_end(
         yield Exhibit(text=evidence.lost.sentence(), source=source)
     hang = observations.ignored_hang(evidence)
     if hang is not None:
-        yield replace(exhibit_of_hang(hang), role="fact")
+        for exhibit in exhibits_of_hang(hang):
+            yield replace(exhibit, role="fact")
 
 
 def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
@@ -121,21 +125,65 @@ def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
     )
 
 
-def exhibit_of_hang(hang: Event) -> Exhibit:
-    """Return an exhibit that says how long a process made no progress, in which phase and where."""
+def exhibits_of_hang(hang: Event) -> Iterator[Exhibit]:
+    """Yield an exhibit for the process that caused a hang, then one for each recorded rank.
+
+    The first says how long which process made no progress, and where the blamed process hangs.
+    """
     data = hang.data
+    pid = data.get("pid")
+    blamed_pid = data.get("blamed_pid", pid)
+    rank = _rank_in(data, "rank")
     words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
     words += f" (limit {data.get('limit')} s)"
-    if data.get("frame"):
-        words += f" at {data['frame']}"
-    rank = data.get("rank")
-    return Exhibit(
+    if blamed_pid != pid:
+        name = f"process {pid}" if rank is None else f"rank {rank} (process {pid})"
+        words = f"{name} made {words}, while this process was"
+        rank = _rank_in(data, "blamed_rank")
+    words += f" at {data.get('frame') or 'an unknown line'}"
+    yield Exhibit(
         text=words,
-        source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}",
+        source=f"watchdog, process {blamed_pid}",
         role="root",
         unix_seconds=hang.unix_seconds,
-        rank=rank if isinstance(rank, int) else None,
+        rank=rank,
     )
+    for standing in data.get("ranks") or ():
+        if isinstance(standing, Mapping):
+            yield _exhibit_of_rank(standing, hang.unix_seconds)
+
+
+def _exhibit_of_rank(standing: Mapping[str, Any], unix_seconds: float) -> Exhibit:
+    """Return an exhibit that says where one rank was when a hang was examined."""
+    frame = standing.get("frame") or "an unknown line"
+    return Exhibit(
+        text=f"step {standing.get('step')}, phase {standing.get('phase')}, at {frame}",
+        source=f"watchdog, process {standing.get('pid')}",
+        unix_seconds=unix_seconds,
+        rank=_rank_in(standing, "rank"),
+    )
+
+
+def _rank_in(facts: Mapping[str, Any], key: str) -> int | None:
+    rank = facts.get(key)
+    return rank if isinstance(rank, int) else None
+
+
+# --- The flight recorder --------------------------------------------------------------------------
+
+
+def exhibits_of_flight(finding: FlightFinding) -> Iterator[Exhibit]:
+    """Yield an exhibit for the collective in which ranks differ, then one for each rank."""
+    yield Exhibit(
+        text=finding.sentence, source="flight recorder", role="confirmation", rank=finding.rank
+    )
+    for line in finding.ranks[:_MAX_FLIGHT_RANKS]:
+        yield exhibit_of_flight_rank(line)
+
+
+def exhibit_of_flight_rank(line: RankLine) -> Exhibit:
+    """Return an exhibit with the newest collective of a rank."""
+    return Exhibit(text=line.text, source=f"flight recorder, {line.file}", rank=line.rank)
 
 
 # --- Memory ---------------------------------------------------------------------------------------

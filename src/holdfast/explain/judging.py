@@ -36,7 +36,7 @@ def judge(evidence: Evidence) -> Verdict:
 def reach_judgement(evidence: Evidence) -> Judgement:
     """Return the judgment on why a run ended, from which `wording` writes the verdict's texts."""
     case = open_case(evidence)
-    choice = choose(case)
+    choice = _name_collective(case, choose(case))
     doubt = None
     if choice.signature is WELL:
         doubt = find_doubt(case)
@@ -49,6 +49,20 @@ def reach_judgement(evidence: Evidence) -> Judgement:
         doubt=doubt,
         runner_up=_runner_up(case, choice),
     )
+
+
+def _name_collective(case: Case, choice: Choice) -> Choice:
+    """Return a more specific choice if the flight recorders say why a collective timed out.
+
+    That ranks differ in a collective explains a timeout and a hang, but no other failure.
+    """
+    flight = case.evidence.flight
+    explained = (endings.COLLECTIVE_TIMEOUT, endings.COLLECTIVE_HANG)
+    specific = (endings.COLLECTIVE_NOT_ENTERED, endings.DIFFERENT_COLLECTIVES)
+    if flight is None or choice.signature.id not in explained or flight.rule not in specific:
+        return choice
+    signature = all_signatures()[flight.rule]
+    return replace(choice, signature=signature, certainty=signature.certainty)
 
 
 def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice:

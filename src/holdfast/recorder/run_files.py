@@ -30,6 +30,8 @@ HOSTS_FOLDER = "hosts"
 # The run directory of the guard that saves an unchanged script.
 GUARD_FOLDER = "guard"
 STACKS_FOLDER = "stacks"
+# The dumps of torch's flight recorder.
+FLIGHT_FOLDER = "flight"
 # What has been logged to an experiment tracker such as W&B, and under which ID.
 TRACKER_FOLDER = "tracker"
 PROCESS_FILE = "process.json"
@@ -316,6 +318,11 @@ def _stat(pid: int) -> list[bytes]:
     # Split after the last parenthesis, because the program's name, which is in parentheses, may
     # itself contain spaces and parentheses.
     return content.rpartition(b")")[2].split()
+
+
+def flight_prefix(attempt: int) -> str:
+    """Return how the names of an attempt's flight recorder dumps begin; the rank follows."""
+    return f"{attempt}-rank_"
 
 
 def on_recording(listener: Callable[[Path], None]) -> None:

@@ -91,6 +91,8 @@ def test_a_process_is_called_by_how_it_stands_still(case: dict[str, Any]) -> Non
     more = {key: case[key] for key in ("share", "io", "uses_gpu") if key in case}
     if "native" in case:
         more["native"] = tuple(case["native"])
+    if "source" in case:
+        more["source_line"] = case["source"]
     held = case.get("holds_gil", False)
     second = thread(frames_of(case["second"]), case["waits"]) if "second" in case else None
     found = judged(
@@ -101,6 +103,30 @@ def test_a_process_is_called_by_how_it_stands_still(case: dict[str, Any]) -> Non
     assert (found.kind, found.moving) == (case["kind"], case.get("moving", False))
     assert describe_frame(found.frame) == f"/home/me/train.py:{case.get('line', 40)} in main"
     assert case.get("sentence", "") in found.sentence
+
+
+def test_a_thread_that_is_ready_to_run_but_has_no_cpu_is_slow_and_not_stuck() -> None:
+    """The clock says nothing about a process that a busy machine does not let run."""
+    ready = thread([TRAIN], "running", holds_gil=True)
+    starved = judged(process(ready))
+    assert (starved.kind, starved.moving, starved.starved) == ("merely slow", True, True)
+
+    # The main thread waits for a native thread of torch, which has no CPU.
+    in_torch = thread([TRAIN, LINEAR], "openmp")
+    looks = [
+        ProcessLook(
+            seconds=seconds,
+            threads=(in_torch,),
+            native_threads=(ThreadLook(tid=2, waits="running", cpu_wait_seconds=waited),),
+        )
+        for seconds, waited in ((10.0, 3.0), (11.0, 3.9))
+    ]
+    assert judged(Examined(pid=1, judged=True, looks=tuple(looks))).starved
+    assert judged(process(in_torch)).kind == "OpenMP"
+
+    # A rank that polls a collective waits for another rank, not for a CPU.
+    polls = [rank(number, TRAIN, ALL_REDUCE, waits="running") for number in (0, 1)]
+    assert judged(*polls, suspect=10).kind == "collective"
 
 
 def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
@@ -213,10 +239,25 @@ def test_the_rank_that_is_in_no_collective_is_the_odd_one_out() -> None:
 
 
 def test_a_rank_that_has_ended_is_named() -> None:
-    """Those that are left wait in a collective, and the verdict says for whom."""
+    """Those that are left wait in a collective, and the verdict says for whom.
+
+    A rank that is stuck on its own does not wait for it.
+    """
+    alone = judged(rank(0, TRAIN, DATA), suspect=10, gone_ranks=[1])
+    assert (alone.kind, alone.odd_one_out) == ("lock", None)
     found = judged(rank(0, TRAIN, BACKWARD), suspect=10, gone_ranks=[1])
     assert (found.kind, found.odd_one_out) == ("collective", 1)
     assert "Rank 1" in found.sentence
+
+
+def test_a_rank_whose_stack_is_unknown_is_not_blamed() -> None:
+    """What a rank has not shown is not claimed, unless its own steps say that it is behind."""
+    silent = process(ThreadLook(tid=1, main=True, waits="socket"), pid=11, rank=1, step=5)
+    found = judged(rank(0, TRAIN, ALL_REDUCE), silent, suspect=10)
+    assert (found.odd_one_out, found.process.pid) == (None, 10)
+
+    behind = process(ThreadLook(tid=1, main=True, waits="socket"), pid=11, rank=1, step=4)
+    assert judged(rank(0, TRAIN, ALL_REDUCE), behind, suspect=10).odd_one_out == 1
 
 
 def test_of_ranks_that_all_wait_the_one_behind_or_elsewhere_is_the_odd_one() -> None:

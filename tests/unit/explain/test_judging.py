@@ -84,6 +84,33 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
         assert verdict.family != case["not_family"]
 
 
+def test_evidence_of_a_hang_pairs_each_process_with_its_own_rank():
+    """The rank that was noticed is often another than the one that is blamed."""
+    hang = {
+        "pid": 10, "rank": 0, "step": 5, "phase": "forward/backward", "seconds": 31, "limit": 30,
+        "blamed_pid": 11, "blamed_rank": 1, "frame": "d.py:3 in get", "signature": "H1402",
+        "sentence": "It waits for a lock.", "remedy": "restart",
+        "ranks": [
+            {"pid": 11, "rank": 1, "step": 4, "phase": "data wait", "frame": "d.py:3 in get"},
+            {"pid": 10, "rank": 0, "step": 5, "phase": "optimizer", "frame": "t.py:9 in main"},
+        ],
+    }  # fmt: skip
+    evidence = Evidence(
+        events=(Event(kind="hang", global_step=5, unix_seconds=50.0, data=hang),),
+        endings=(Ending(status=-15, role="command", sent_by="supervisor"),),
+    )
+
+    exhibits = [exhibit for exhibit in judge(evidence).evidence if "watchdog" in exhibit.source]
+
+    assert [(exhibit.source, exhibit.rank) for exhibit in exhibits] == [
+        ("watchdog, process 11", 1),
+        ("watchdog, process 11", 1),
+        ("watchdog, process 10", 0),
+    ]
+    assert "rank 0 (process 10)" in exhibits[0].text
+    assert ["step 4" in exhibit.text for exhibit in exhibits] == [False, True, False]
+
+
 TEXTS_OF = {
     "oom": OOM,
     "shapes": SHAPES,

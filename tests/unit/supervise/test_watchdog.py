@@ -30,6 +30,13 @@ from holdfast.supervise.watch.watchdog import Watchdog
 LIMIT = 10.0
 SLEEP = "import time; time.sleep(1e6)"
 BURN = "while True: sum(range(100))"
+# Waits as a rank does in a collective: in a function of a file of torch.distributed.
+IN_COLLECTIVE = (
+    "import time\n"
+    "file = '/x/site-packages/torch/distributed/distributed_c10d.py'\n"
+    "exec(compile('def all_reduce(): time.sleep(1e6)', file, 'exec'))\n"
+    "all_reduce()\n"
+)
 
 
 class Scene:
@@ -288,14 +295,46 @@ def test_a_rank_may_wait_for_another_that_is_within_its_limit(scene: Scene) -> N
 
 
 def test_a_rank_that_has_ended_is_named_as_the_one_that_is_missing(scene: Scene) -> None:
-    """The one that is left cannot go on without it."""
-    scene.start(rank=0, world_size=2)
+    """The one that waits in a collective cannot go on without it."""
+    scene.start(IN_COLLECTIVE, rank=0, world_size=2)
     scene.start(rank=1, world_size=2)
     scene.look(1)
     scene.children[1].kill()
     wait_for_state(scene.children[1].pid, "Z")
     scene.look(LIMIT + 1)
     assert [hang.odd_one_out for hang in scene.hangs] == [1]
+
+
+def test_a_rank_is_only_missing_if_it_has_ended_and_another_waits_for_it(scene: Scene) -> None:
+    """A rank that sleeps on its own line does not wait for another, and a program that a rank has
+    started is no rank.
+    """
+    trainer = scene.start(rank=0, world_size=2)
+    scene.start(rank=1, world_size=2)
+    scene.start(rank=0, world_size=2, role="other", ppid=trainer)
+    scene.look(1)
+    scene.children[1].kill()
+    wait_for_state(scene.children[1].pid, "Z")
+    scene.look(LIMIT + 1)
+    (hang,) = scene.hangs
+    assert (hang.blamed_pid, hang.blamed_rank, hang.odd_one_out) == (trainer, 0, None)
+    assert hang.ranks == ()
+
+
+def test_each_rank_is_listed_with_its_own_step_and_line(scene: Scene) -> None:
+    """The rank that was noticed is often not the one that is blamed."""
+    first = scene.start(IN_COLLECTIVE, rank=0, world_size=2)
+    second = scene.start(rank=1, world_size=2)
+    for pid, step in ((first, 5), (second, 4)):
+        scene.boards[pid].step = step
+        scene.boards[pid].enter(ProcessPhase.FORWARD_BACKWARD)
+    scene.look(LIMIT + 1)
+    (hang,) = scene.hangs
+    assert (hang.blamed_pid, hang.blamed_rank, hang.odd_one_out) == (second, 1, 1)
+    places = {standing.pid: (standing.rank, standing.step) for standing in hang.ranks}
+    assert places == {first: (0, 5), second: (1, 4)}
+    frames = {standing.rank: standing.frame.rpartition(" ")[2] for standing in hang.ranks}
+    assert frames == {0: "<module>", 1: "<module>"}
 
 
 def test_processes_of_other_attempts_and_of_other_people_are_passed_over(scene: Scene) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from holdfast.core.events.data import EventData, Failed, WithReason
@@ -208,14 +209,27 @@ class HangSuspected(EventData):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HungRank:
+    """Where one rank was when a hang was examined; `frame` is empty if its stack is unknown."""
+
+    pid: int
+    rank: int | None
+    step: int
+    phase: str
+    frame: str
+
+
 class Hang(HangSuspected):
     """A process hangs.
 
-    `hang_kind` and `signature` classify the hang. `blamed_pid` is the process that causes the hang,
-    such as a worker or another rank, and `frame` is the innermost frame of user code in that
-    process, or an empty string. `odd_one_out` is the rank that the other ranks are waiting for.
-    `remedy` is one of the remedies in ``explain.hangs.blame``. `files` are the files that contain
-    the stack traces.
+    `pid`, `rank`, `phase` and `step` are those of the process that exceeded its limit. `hang_kind`
+    and `signature` classify the hang. `blamed_pid` is the process that causes the hang, such as a
+    worker or another rank, `blamed_rank` is the rank of that process, and `frame` is the innermost
+    frame of user code in it, or an empty string. `ranks` lists the processes that train together,
+    or the most important of them, if there are several. `odd_one_out` is the rank that the other
+    ranks are waiting for. `remedy` is one of the remedies in ``explain.hangs.blame``. `files` are
+    the files that contain the stack traces.
     """
 
     hang_kind: str
@@ -228,6 +242,8 @@ class Hang(HangSuspected):
     sentence: str
     remedy: str
     files: tuple[str, ...] = ()
+    blamed_rank: int | None = None
+    ranks: tuple[HungRank, ...] = ()
 
     def __str__(self) -> str:
         return f"hang: {self.sentence} ({self.signature})"

@@ -23,7 +23,7 @@ from holdfast.explain import observations
 from holdfast.explain.causes.exit_signs import ExitSigns, collect_signs
 from holdfast.explain.certainty import CERTAINTIES, Certainty, least_of
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.exhibits import exhibit_of_hang, exhibits_of_end
+from holdfast.explain.exhibits import exhibits_of_end, exhibits_of_hang
 from holdfast.explain.exit_status import (
     SIGNALS_FROM_OUTSIDE,
     is_signal_name,
@@ -325,7 +325,7 @@ def _hung(signs: ExitSigns) -> End | None:
         cause=cause,
         certainty=_certainty_of_hang(hang),
         why=why,
-        exhibits=(exhibit_of_hang(hang),),
+        exhibits=tuple(exhibits_of_hang(hang)),
         stop_requested_at=signs.stop_requested_at,
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from holdfast.core.text import listed
 from holdfast.explain.certainty import Certainty, rank_of
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.classification import (
@@ -55,6 +56,8 @@ _WORKING_SHARE = 0.2
 # Kinds of hangs in which a process waits for another process. The waiting process is not to blame
 # while the other process is working.
 _WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
+# How many ranks a sentence lists.
+_MAX_NAMES = 8
 # The values of `ThreadLook.waits` for an idle loader worker.
 _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
@@ -75,11 +78,26 @@ class HangDiagnosis:
     odd_one_out: int | None
     # Whether the blamed process uses CPU time or reads or writes data, so that it may still finish.
     moving: bool
+    # Whether the blamed process is ready to run but gets too little CPU time to show progress.
+    starved: bool
     # Whether the hang may resolve itself because the process waits for holdfast's loader, which
     # replaces stuck workers.
     heals: bool
     # The diagnosis in words.
     sentence: str
+    # The part of `sentence` that explains the lack of progress, without stating it.
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OddOneOut:
+    """The process to examine, and how it differs from the others."""
+
+    process: Examined
+    # The rank that the others wait for, or None if there is no such rank.
+    rank: int | None = None
+    # What is known about the ranks, as sentences; empty if they do not differ.
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +108,8 @@ class _Blame:
     noticed: Examined
     # The processes that train together and still exist.
     group: tuple[Examined, ...]
-    # The ranks whose processes have ended.
-    gone_ranks: tuple[int, ...]
-    # The rank that the other ranks wait for, or None if there is no such rank.
-    odd_one_out: int | None
+    # The process that was chosen from the group, and how it differs from the others.
+    odd: _OddOneOut
     # The process to blame.
     process: Examined
     # How the blamed process hangs.
@@ -115,27 +131,30 @@ def diagnose_hang(
     """
     noticed = next(process for process in processes if process.pid == suspect)
     group = tuple(process for process in processes if process.judged)
-    trainer, odd_one_out = _find_odd_one_out(group, noticed, gone_ranks)
+    odd = _find_odd_one_out(group, noticed, gone_ranks)
+    trainer = odd.process
     blame = _Blame(
         noticed=noticed,
         group=group,
-        gone_ranks=tuple(gone_ranks),
-        odd_one_out=odd_one_out,
+        odd=odd,
         process=trainer,
         hang=classify_process(trainer, group_size=len(group) + len(gone_ranks)),
     )
     blame = _blame_loader_worker(blame, processes)
     blame = _excuse_wait_for_busy_child(blame, processes)
     waits_for_loader = blame.in_worker or blame.hang.kind == "loader"
+    explanation = _explain(blame)
     return HangDiagnosis(
         kind=blame.hang.kind,
         certainty=blame.hang.certainty,
         process=blame.process,
         frame=blame.hang.frame,
-        odd_one_out=odd_one_out,
+        odd_one_out=odd.rank,
         moving=blame.hang.moving,
+        starved=blame.hang.starved,
         heals=waits_for_loader and has_own_loader(trainer),
-        sentence=_describe(blame),
+        sentence=f"{_lack_of_progress(noticed)} {explanation}",
+        explanation=explanation,
     )
 
 
@@ -144,47 +163,76 @@ def diagnose_hang(
 
 def _find_odd_one_out(
     group: Sequence[Examined], noticed: Examined, gone_ranks: Sequence[int]
-) -> tuple[Examined, int | None]:
-    """Return the process to examine, and the rank that the others wait for, or None.
+) -> _OddOneOut:
+    """Return the process to examine, and how it differs from the others.
 
-    If a rank has ended, the others wait for that rank, and the process to examine is the one that
-    exceeded its time limit.
+    If a rank has ended and the process that exceeded its time limit waits in a collective, it waits
+    for that rank. Nothing is said about a process whose stack is unknown, except its step.
     """
-    if gone_ranks:
-        return noticed, gone_ranks[0]
-    if len(group) < 2:
-        return noticed, None
-    odd: Examined | None
-    in_collective, outside = _split_by_collective(group)
+    gone = f"{_ranks_in_words(gone_ranks)} ended." if gone_ranks else ""
+    hang = classify_process(noticed, group_size=len(group) + len(gone_ranks))
+    if gone_ranks and hang.kind == "collective":
+        return _OddOneOut(
+            process=noticed,
+            rank=gone_ranks[0],
+            words=f"{gone} The collective cannot complete without all ranks.",
+        )
+    odd = _compare(group) if len(group) > 1 else None
+    if odd is None:
+        return _OddOneOut(process=noticed, words=gone)
+    words = [gone, odd.words]
+    if _steps_differ(group):
+        words.append(_steps_in_words(group))
+    return replace(odd, words=" ".join(filter(None, words)))
+
+
+def _compare(group: Sequence[Examined]) -> _OddOneOut | None:
+    """Return the process that differs from the others, or None if they do not differ."""
+    in_collective, outside, unknown = _split_by_collective(group)
     if in_collective and outside:
         # The ranks in a collective wait for the ranks outside it. Among the latter, blame the rank
         # with the fewest steps and then the rank that has made no progress for the longest time.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
-    elif in_collective:
-        odd = _odd_one_among_collectives(group)
-    else:
-        odd = _odd_one_by_phase(group)
-    if odd is None:
-        return noticed, None
-    return odd, odd.rank
+        words = f"{_names(outside)} in no collective, while {_names(in_collective)} waiting in one."
+        return _OddOneOut(process=odd, rank=odd.rank, words=_with_unknown(words, unknown))
+    if in_collective and unknown:
+        words = _with_unknown("", unknown)
+        behind = _one_behind(group)
+        return replace(behind, words=f"{behind.words} {words}") if behind else None
+    if in_collective:
+        return _odd_one_among_collectives(group)
+    return _odd_one_by_phase(group)
 
 
 def _split_by_collective(
     group: Sequence[Examined],
-) -> tuple[list[Examined], list[Examined]]:
-    """Split a group into the processes that wait in a collective and all other processes."""
+) -> tuple[list[Examined], list[Examined], list[Examined]]:
+    """Split a group into processes in a collective, other processes, and those without a stack.
+
+    A process that is stopped is not in a collective, whatever its stack.
+    """
     in_collective = []
     outside = []
+    unknown = []
     for process in group:
-        hang = classify_process(process, group_size=len(group))
-        if hang.kind == "collective":
+        if classify_process(process, group_size=len(group)).kind == "collective":
             in_collective.append(process)
-        else:
+        elif process.last.main.frames or is_stopped(process):
             outside.append(process)
-    return in_collective, outside
+        else:
+            unknown.append(process)
+    return in_collective, outside, unknown
 
 
-def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
+def _one_behind(group: Sequence[Examined]) -> _OddOneOut | None:
+    """Return the process with the fewest steps, or None if all have completed as many."""
+    if not _steps_differ(group):
+        return None
+    odd = min(group, key=lambda process: process.step)
+    return _OddOneOut(process=odd, rank=odd.rank, words=f"{_names([odd])} behind the others.")
+
+
+def _odd_one_among_collectives(group: Sequence[Examined]) -> _OddOneOut | None:
     """Return the process that the others wait for if all processes wait in collectives.
 
     This is a process that is behind the others or waits in a different collective. Return None if
@@ -192,9 +240,10 @@ def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
     """
     in_guard = [process for process in group if call_of_guard(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
-        return in_guard[0]
-    if _steps_differ(group):
-        return min(group, key=lambda process: process.step)
+        return _OddOneOut(process=in_guard[0], rank=in_guard[0].rank)
+    behind = _one_behind(group)
+    if behind is not None:
+        return behind
     counts = Counter(_place(process) for process in group)
     rarest = min(counts.values())
     rare = [process for process in group if counts[_place(process)] == rarest]
@@ -202,10 +251,13 @@ def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
         # All lines are equally rare, for example with two ranks. Blame a rank that called a
         # collective explicitly, not in the backward pass.
         rare = [process for process in group if not is_in_backward(process)]
-    return rare[0] if 0 < len(rare) < len(group) else None
+    if not 0 < len(rare) < len(group):
+        return None
+    words = f"{_names(rare)} waiting in a collective at another line than the others."
+    return _OddOneOut(process=rare[0], rank=rare[0].rank, words=words)
 
 
-def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
+def _odd_one_by_phase(group: Sequence[Examined]) -> _OddOneOut | None:
     """Return a process in the rarest phase, or None.
 
     Return None if all processes are in the same phase, or if the stack of any process is known.
@@ -215,7 +267,55 @@ def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
     counts = Counter(process.phase for process in group)
     if len(counts) == 1:
         return None
-    return min(group, key=lambda process: (counts[process.phase], process.step))
+    odd = min(group, key=lambda process: (counts[process.phase], process.step))
+    words = f"{_names([odd])} in another phase than the others."
+    return _OddOneOut(process=odd, rank=odd.rank, words=words)
+
+
+# --- Ranks in words ---
+
+
+def _name(process: Examined) -> str:
+    """Return a name such as ``"rank 1 (process 4711)"``, or ``"process 4711"`` without a rank."""
+    if process.rank is None:
+        return f"process {process.pid}"
+    return f"rank {process.rank} (process {process.pid})"
+
+
+def _names(processes: Sequence[Examined]) -> str:
+    """Return processes with a verb, such as ``"rank 1 is"`` or ``"ranks 0 and 2 are"``."""
+    numbers = sorted(process.rank for process in processes if process.rank is not None)
+    noun = "rank"
+    if len(numbers) < len(processes):
+        numbers = sorted(process.pid for process in processes)
+        noun = "process"
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]} is"
+    plural = "processes" if noun == "process" else "ranks"
+    return f"{plural} {listed(numbers, most=_MAX_NAMES)} are"
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ranks with a verb, such as ``"Rank 1 has"`` or ``"Ranks 1, 2 have"``."""
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]} has"
+    return f"Ranks {listed(ranks, most=_MAX_NAMES)} have"
+
+
+def _steps_in_words(group: Sequence[Examined]) -> str:
+    """Return a sentence with the step of each process."""
+    numbers = [process.pid if process.rank is None else process.rank for process in group]
+    steps = [f"{number}: {process.step}" for number, process in zip(numbers, group, strict=True)]
+    key = "process" if any(process.rank is None for process in group) else "rank"
+    return f"Steps by {key}: {listed(steps, most=_MAX_NAMES)}."
+
+
+def _with_unknown(words: str, unknown: Sequence[Examined]) -> str:
+    """Add a sentence about the processes whose stacks are unknown."""
+    if not unknown:
+        return words
+    sentence = f"The stacks of {listed([_name(process) for process in unknown])} are not known."
+    return f"{words} {sentence}".strip()
 
 
 def _place(process: Examined) -> tuple[str, int]:
@@ -311,7 +411,7 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
 
 
 def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
-    """Return the number of CPUs that all descendants of a process use in total.
+    """Return the number of CPUs that all descendants of a process use or wait for in total.
 
     A descendant that reads or writes a lot of data is counted as using one more CPU.
     """
@@ -323,6 +423,8 @@ def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> f
     while pending:
         descendant = pending.pop()
         share += descendant.cpu_share
+        if descendant.is_runnable:
+            share += descendant.cpu_wait_share
         if descendant.io_rate > _BUSY_BYTES_PER_SECOND:
             share += 1.0
         pending += children.get(descendant.pid, ())
@@ -339,39 +441,36 @@ def describe_frame(frame: Frame | None) -> str:
     return f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
 
 
-def _describe(blame: _Blame) -> str:
-    """Return the diagnosis as a paragraph."""
-    sentences = [_lack_of_progress(blame.noticed)]
-    if blame.gone_ranks:
-        ranks = ", ".join(str(rank) for rank in blame.gone_ranks)
-        if len(blame.gone_ranks) == 1:
-            sentences.append(f"Rank {ranks} has ended, and the others are waiting for it.")
-        else:
-            sentences.append(f"Ranks {ranks} have ended, and the others are waiting for them.")
-    elif blame.odd_one_out is not None:
-        sentences.append(f"Rank {blame.odd_one_out} is the odd one out: the others wait for it.")
-        if _steps_differ(blame.group):
-            steps = ", ".join(f"{process.rank}: {process.step}" for process in blame.group)
-            sentences.append(f"Steps by rank: {steps}.")
+def _explain(blame: _Blame) -> str:
+    """Return what is known about the cause as a paragraph.
+
+    The paragraph follows a sentence about the process that exceeded its time limit.
+    """
+    sentences = []
+    if blame.odd.words:
+        sentences.append(_capitalized(blame.odd.words))
     different_calls = _different_calls(blame.group)
     if different_calls:
         sentences.append(different_calls)
     where = "" if blame.hang.frame is None else f" at {shortened(blame.hang.frame)}"
-    sentences.append(f"{_subject(blame)} {blame.hang.activity}{where}.")
+    # "It" is the process named in the sentence before this paragraph.
+    subject = "It" if blame.process is blame.noticed and not sentences else _subject(blame)
+    sentences.append(f"{subject} {blame.hang.activity}{where}.")
     return " ".join(sentences)
 
 
 def _lack_of_progress(process: Examined) -> str:
     """Return a sentence that says for how long, and at which step, a process made no progress."""
-    who = f"Process {process.pid}"
-    if process.rank is not None:
-        who = f"Rank {process.rank} (process {process.pid})"
+    who = _capitalized(_name(process))
     digits = 0 if process.seconds >= 10 else 1
-    sentence = f"{who} has made no progress for {process.seconds:.{digits}f} s"
-    # A process that publishes no phase does not publish its steps either.
+    duration = f"{process.seconds:.{digits}f} s"
+    if not process.phase and not process.step:
+        # The process records neither its phase nor its steps, so only its activity was observed.
+        return f"{who} has shown no progress for {duration}."
+    sentence = f"{who} has made no progress for {duration}"
     if process.phase:
-        sentence += f" in the phase {process.phase!r}, at step {process.step}"
-    return f"{sentence}."
+        sentence += f" in the phase {process.phase!r}"
+    return f"{sentence}, at step {process.step}."
 
 
 def _different_calls(group: Sequence[Examined]) -> str:
@@ -386,20 +485,20 @@ def _different_calls(group: Sequence[Examined]) -> str:
     if in_guard is None or in_collective is None:
         return ""
     return (
-        f"Rank {in_guard.rank} waits for the others in {call_of_guard(in_guard)}, and rank"
-        f" {in_collective.rank} is in {collective_called(in_collective)}: all ranks must make the"
+        f"{_capitalized(_name(in_guard))} waits for the others in {call_of_guard(in_guard)}, and"
+        f" {_name(in_collective)} is in {collective_called(in_collective)}: all ranks must make the"
         " same guard calls in the same order (H116)."
     )
 
 
 def _subject(blame: _Blame) -> str:
     """Return the subject of the diagnosis's last sentence, which is about the blamed process."""
-    process = blame.process
-    is_noticed = process.pid == blame.noticed.pid
-    is_odd_one = (
-        blame.odd_one_out is not None and process.rank == blame.odd_one_out and not blame.in_worker
-    )
-    # "It" refers to the process named last in the previous sentences.
-    if not blame.gone_ranks and (is_noticed or is_odd_one):
-        return "It"
-    return f"{'Loader worker' if blame.in_worker else 'Process'} {process.pid}"
+    if not blame.in_worker:
+        return _capitalized(_name(blame.process))
+    owner = "" if blame.odd.process.rank is None else f" of rank {blame.odd.process.rank}"
+    return f"Loader worker {blame.process.pid}{owner}"
+
+
+def _capitalized(text: str) -> str:
+    """Return a text whose first letter is a capital letter."""
+    return text[:1].upper() + text[1:]

@@ -59,6 +59,11 @@ _COMPUTING_SHARE = 0.5
 # The limit for a thread that was running at every look. It is lower, because the thread may compete
 # with several others for a CPU.
 _STARVED_SHARE = 0.05
+# A thread that was ready to run for at least this fraction of the time, but had no CPU, has had too
+# little time to show progress. A thread that only wakes up for a moment waits for a CPU, too: with
+# four busy loops on two CPUs, 1% of the time if it wakes up every second, 11% if 20 times a second.
+# At the lowest priority (nice 19), the shares are 19% and 58%.
+_WAITING_FOR_CPU_SHARE = 0.2
 # A process that mostly waits is still making progress if it exceeds one of these limits, for
 # example because it reads from a slow disk.
 _SLOW_SHARE = 0.02
@@ -68,6 +73,11 @@ _SLOW_BYTES_PER_SECOND = 65_536
 _STOPPED_BY_SIGNAL = "T"
 _STOPPED_BY_DEBUGGER = "t"
 _UNINTERRUPTIBLE = "D"
+
+# A line of Python that contains a loop: a `while`, a `for` with its body, or a comprehension.
+_LOOP_ON_LINE = re.compile(
+    r"^\s*while\b|^\s*(?:async\s+)?for\b.*:\s*[^\s#]|[(\[{].*\bfor\b.+\bin\b"
+)
 
 _NATIVE_CUDA = re.compile(r"\bcu[A-Z]|cuda|nccl|\bhip[A-Z]")
 
@@ -83,8 +93,11 @@ class ProcessHang:
     frame: Frame | None
     # What the process does, as the predicate of a sentence about it, such as "waits for a file".
     activity: str
-    # Whether the process uses CPU time or reads or writes data, so that it may still finish.
+    # Whether the process uses CPU time or reads or writes data, so that it may still finish. True
+    # for a process that waits for a CPU, too.
     moving: bool = False
+    # Whether the process is ready to run but gets too little CPU time to show progress.
+    starved: bool = False
 
 
 def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
@@ -114,6 +127,8 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
     thread = _BlamedThread(process, thread_to_blame(process), group_size)
     if thread.is_computing:
         return _computing(thread)
+    if thread.is_starved:
+        return _waiting_for_a_cpu(thread)
     return _merely_slow(thread) or _blocked(thread)
 
 
@@ -185,11 +200,55 @@ class _BlamedThread:
         The CPU time of the process alone does not show this, because another thread may have used
         the CPU.
         """
-        running = [look.waits == "running" for look in self.looks if look.waits]
+        running = self._was_running
         if not running:
             return self.process.cpu_share >= _COMPUTING_SHARE
         needed = _STARVED_SHARE if all(running) else _COMPUTING_SHARE
         return self.process.cpu_share >= needed and any(running)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the thread, or a native thread that it waits for, lacks a CPU to run on.
+
+        A waiting thread also waits for a CPU each time it wakes up, so the thread must also have
+        been found ready to run in at least half of the looks.
+        """
+        running = self._was_running
+        if len(running) > 1 and all(running):
+            return True
+        if 2 * sum(running) < len(running) or not any(running):
+            return False
+        tids = [self.newest.tid]
+        if self._waits_for_native_threads:
+            tids += [thread.tid for thread in self.process.last.native_threads]
+        return any(self.process.cpu_wait_share_of(tid) >= _WAITING_FOR_CPU_SHARE for tid in tids)
+
+    @property
+    def _was_running(self) -> list[bool]:
+        """For each look, whether the thread, or a native thread that it waits for, could run.
+
+        Looks at which the kernel reported nothing are omitted.
+        """
+        if not self._waits_for_native_threads:
+            return [look.waits == "running" for look in self.looks if look.waits]
+        return [
+            any(thread.waits == "running" for thread in (look.main, *look.native_threads))
+            for look in self.process.looks
+            if look.main.waits
+        ]
+
+    @property
+    def _waits_for_native_threads(self) -> bool:
+        """Whether the main thread is in code that distributes its work to native threads."""
+        if not self.newest.main:
+            return False
+        if self.waits == "openmp":
+            return True
+        if not self.newest.frames:
+            return False
+        file = self.newest.frames[-1].file
+        waits_elsewhere = COLLECTIVE.search(file) or CUDA.search(file)
+        return TORCH.search(file) is not None and not waits_elsewhere
 
     @property
     def holds_interpreter_lock(self) -> bool:
@@ -256,7 +315,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
         )
     if thread.stack_is_constant and _may_poll_the_gpu(thread):
         return _waiting_for_the_gpu(thread)
-    if thread.stack_is_constant and native != ():
+    if thread.stack_is_constant and native != () and not _may_loop_on_one_line(thread):
         # Without a native stack, the thread may also be in a Python loop on a single line.
         where = f" ({clean(native[0])})" if native else " or in a loop on one line"
         return ProcessHang(
@@ -275,6 +334,19 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
             moving=True,
         )
     return _looping(thread)
+
+
+def _may_loop_on_one_line(thread: _BlamedThread) -> bool:
+    """Return whether a thread whose native stack is unknown is in a Python loop on a single line.
+
+    Such a line contains a loop, or the thread holds the GIL at every look. A built-in function that
+    does not release the GIL cannot be distinguished from a loop.
+    """
+    if thread.process.native is not None:
+        return False
+    if thread.holds_interpreter_lock:
+        return True
+    return _LOOP_ON_LINE.search(thread.process.source_line) is not None
 
 
 def _may_poll_the_gpu(thread: _BlamedThread) -> bool:
@@ -315,13 +387,35 @@ def _looping(thread: _BlamedThread) -> ProcessHang:
         certainty = "likely"
     if thread.stack_is_constant:
         activity = "is in a loop on one line or in a built-in function"
-        certainty = "likely"
+        certainty = "a guess" if thread.process.native is None else "likely"
     return ProcessHang(
         kind="Python loop",
         certainty=certainty,
         frame=thread.common_frame,
         activity=activity,
         moving=True,
+    )
+
+
+def _waiting_for_a_cpu(thread: _BlamedThread) -> ProcessHang:
+    """Classify a thread that could run if there were a free CPU, unless it polls a collective."""
+    in_collective = thread.stacks and any_file_matches(
+        COLLECTIVE, called_by_user(thread.stacks[-1])
+    )
+    if thread.group_size > 1 and in_collective:
+        return _blocked(thread)
+    process = thread.process
+    seconds = process.observed_seconds
+    return ProcessHang(
+        kind="merely slow",
+        certainty="likely",
+        frame=thread.common_frame,
+        activity=(
+            f"ran for only {process.cpu_share * seconds:.2f} s of {seconds:.1f} s and is waiting"
+            " for a free CPU"
+        ),
+        moving=True,
+        starved=True,
     )
 
 

@@ -150,6 +150,8 @@ class ThreadLook:
     waits: Waits = ""
     # The file, pipe or socket that the thread waits for; empty if it waits for something else.
     target: str = ""
+    # How long the thread has so far been ready to run but waited for a free CPU; 0 if unknown.
+    cpu_wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +168,10 @@ class ProcessLook:
     cpu_seconds: float = 0.0
     # The number of bytes that the process has read and written so far; 0 if unknown.
     io_bytes: int = 0
-    # The threads of the process, with the main thread first.
+    # The threads of the process that run Python, with the main thread first.
     threads: tuple[ThreadLook, ...] = ()
+    # All other threads of the process, such as those of OpenMP.
+    native_threads: tuple[ThreadLook, ...] = ()
 
     @property
     def main(self) -> ThreadLook:
@@ -176,6 +180,13 @@ class ProcessLook:
             if thread.main:
                 return thread
         return ThreadLook(main=True)
+
+    def cpu_wait_seconds_of(self, tid: int) -> float:
+        """Return how long a thread has waited for a free CPU so far; 0 if unknown."""
+        for thread in (*self.threads, *self.native_threads):
+            if thread.tid == tid:
+                return thread.cpu_wait_seconds
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +211,9 @@ class Examined:
     # The native functions called by the innermost Python frame of the main thread, with the
     # innermost function first. None if no native stack was taken.
     native: tuple[str, ...] | None = None
+    # The source text of the main thread's innermost line; empty if it could not be read. It is read
+    # only if the line does not change and no native stack was taken.
+    source_line: str = ""
     # Whether the process has the device file of a GPU open.
     uses_gpu: bool = False
 
@@ -217,6 +231,31 @@ class Examined:
     def io_rate(self) -> float:
         """Return the bytes read and written per second between the first and last look."""
         return self._rate(lambda look: float(look.io_bytes))
+
+    @property
+    def observed_seconds(self) -> float:
+        """Return the time between the first and last look."""
+        return self.last.seconds - self.looks[0].seconds if self.looks else 0.0
+
+    @property
+    def is_runnable(self) -> bool:
+        """Return whether any thread was running or ready to run at the newest look."""
+        threads = (*self.last.threads, *self.last.native_threads)
+        return any(thread.waits == "running" for thread in threads)
+
+    @property
+    def cpu_wait_share(self) -> float:
+        """Return the largest `cpu_wait_share_of` of all threads."""
+        threads = (*self.last.threads, *self.last.native_threads)
+        return max((self.cpu_wait_share_of(thread.tid) for thread in threads), default=0.0)
+
+    def cpu_wait_share_of(self, tid: int) -> float:
+        """Return the fraction of time in which a thread was ready to run but had no CPU.
+
+        Args:
+            tid: The kernel's thread id.
+        """
+        return self._rate(lambda look: look.cpu_wait_seconds_of(tid))
 
     def _rate(self, amount: Callable[[ProcessLook], float]) -> float:
         """Return the increase in an amount per second between the first and last look."""

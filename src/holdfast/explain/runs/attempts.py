@@ -20,6 +20,7 @@ from holdfast.explain.evidence import (
     Statement,
     SupervisorLoss,
 )
+from holdfast.explain.flight.words import flight_of_attempt
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
 from holdfast.explain.runs.guard_records import already_tried, statements_of_guards
@@ -104,6 +105,7 @@ class _AttemptCollector:
             if record.covers(event.unix_seconds)
         )
         self._log = self._read_log()
+        self._flight, self._flight_problems = flight_of_attempt(recordings.run, record.number)
         recordings.note_overwritten_steps(
             {process.folder: f"process {process.info.pid}" for process in self._trainers}
         )
@@ -129,6 +131,7 @@ class _AttemptCollector:
             lost=self._lost(),
             learning=self._learning(),
             speed=self._speed(),
+            flight=self._flight,
             steps=self._steps(),
             phase=_phase_name(self._standing_of_trainer()),
             observed=bool(self._processes),
@@ -172,7 +175,7 @@ class _AttemptCollector:
             missing.append("no exit status: the supervisor did not record the end of the attempt")
         if not self._processes:
             missing.append("none of the processes were observed")
-        return missing
+        return [*missing, *self._flight_problems]
 
     # --- Exceptions and output --------------------------------------------------------------------
 

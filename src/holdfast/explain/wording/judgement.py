@@ -59,6 +59,9 @@ class Judgement:
         This is the innermost frame in user code or, if there is none, the innermost frame. For a
         hang, it is the frame at which the blamed process hangs.
         """
+        flight = self.evidence.flight
+        if flight is not None and flight.rule == self.signature.id and flight.where:
+            return flight.where
         if self.candidate is None:
             hang = self.end.hang
             return str(hang.data.get("frame") or "") if hang is not None else ""

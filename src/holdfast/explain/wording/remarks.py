@@ -68,6 +68,12 @@ def fix_of_training(evidence: Evidence) -> str:
     return f"{words[:1].upper()}{words[1:]}. {reference}"
 
 
+def on_flight_recorder(evidence: Evidence) -> Iterator[str]:
+    """Yield a sentence about the collective in which ranks differ."""
+    if evidence.flight is not None:
+        yield f"According to the flight recorders of its ranks: {evidence.flight.sentence}"
+
+
 def on_interference(evidence: Evidence) -> Iterator[str]:
     """Yield sentences about processes that a signal stopped and about output that was lost."""
     # The newest stop event of each process that has not continued yet, keyed by PID.

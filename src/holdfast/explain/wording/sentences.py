@@ -175,6 +175,8 @@ def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
     unsaved = observations.unsaved_steps(evidence)
     if judgement.signature.id == endings.NOT_SAVED and unsaved is not None:
         yield _sentence(unsaved.sentence())
+    if not judgement.is_good_end:
+        yield from remarks.on_flight_recorder(evidence)
     yield from remarks.on_interference(evidence)
     if judgement.leak is not None and observations.leak_place(judgement.leak):
         yield f"Memory was kept alive at {observations.leak_place(judgement.leak)}."

@@ -11,7 +11,7 @@ from holdfast.explain import observations
 from holdfast.explain.causes import good_ends
 from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
 from holdfast.explain.evidence import NO_STATUS
-from holdfast.explain.exhibits import exhibits_of_training, quote
+from holdfast.explain.exhibits import exhibits_of_flight, exhibits_of_training, quote
 from holdfast.explain.signatures import endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit, Verdict
@@ -45,6 +45,9 @@ def in_words(judgement: Judgement) -> Verdict:
     rank = judgement.end.first_rank
     if judgement.candidate is not None:
         rank = judgement.candidate.statement.rank
+    flight = judgement.evidence.flight
+    if flight is not None and flight.rule == signature.id:
+        rank = flight.rank
     # Changes that were already applied to this attempt did not help, so they are not suggested
     # again.
     applied = judgement.evidence.applied_changes
@@ -116,8 +119,13 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
         exhibits.append(quote(judgement.doubt.candidate.statement, "fact"))
     if judgement.is_good_end:
         exhibits += good_ends.exhibits(evidence)
+    flight = [] if evidence.flight is None else list(exhibits_of_flight(evidence.flight))
+    if evidence.flight is not None and evidence.flight.rule == judgement.signature.id:
+        exhibits += flight
     if judgement.candidate is not None:
         exhibits += _exhibits_of_cause(judgement.candidate)
+    if not judgement.is_good_end:
+        exhibits += flight
     exhibits += judgement.end.exhibits
     learning = evidence.learning
     if judgement.is_good_end and learning is not None and learning.outcome == "fell":

@@ -34,6 +34,7 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.supervise.launch.attempt import Attempt, AttemptEnd
 from holdfast.supervise.launch.commands import Sentinel, make_environment, start_command
+from holdfast.supervise.launch.flight_dumps import flight_variables, keep_dumps
 from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
 from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
 from holdfast.supervise.launch.output import CommandStreams, OutputCopier, open_missing_streams
@@ -195,6 +196,8 @@ class Supervisor:
         except BaseException:
             self._folder.close()
             raise
+        # The Unix time at which the current attempt was started.
+        self._attempt_began = 0.0
         self._copier = OutputCopier(self._log, quiet=quiet)
         self._folder.update_last_link(shared_path.absolute())
 
@@ -306,8 +309,10 @@ class Supervisor:
     def _start_command(self, control: _ProcessControl) -> Attempt:
         """Start the command and its output streams for this attempt."""
         options = self._options
+        self._attempt_began = time.time()
+        flight = flight_variables(self._environment, self.run_path, self._number)
         environment = make_environment(
-            self._environment,
+            {**self._environment, **flight},
             self.run_path,
             self._number,
             control.mark,
@@ -357,6 +362,7 @@ class Supervisor:
 
     def _judge(self, end: AttemptEnd) -> AttemptJudgement:
         """Determine why the attempt ended and record the verdict."""
+        keep_dumps(self._environment, self.run_path, self._number, since=self._attempt_began)
         judgement = judge_attempt(self.run_path, self._number)
         verdict = judgement.verdict
         if judgement.error is not None:

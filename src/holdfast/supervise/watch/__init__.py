@@ -9,7 +9,8 @@ Read in this order:
 4. ``limits``: determines how long each phase of training may go without progress.
 5. ``stacks``, ``py_spy``, ``faulthandler_dumps``, ``process_evidence``: the evidence that is
    collected from a process that makes no progress.
-6. ``inspection``: inspects a process that was started without holdfast (``holdfast attach``).
+6. ``inspection``, ``recorded_progress``: inspect a process that was started without holdfast
+   (``holdfast attach``), and the steps that a process records if it has a Guard or is observed.
 
 This package never ends or continues a process of the command; ``launch.attempt`` does.
 ``supervise.leaks`` analyzes growing memory.

@@ -1,8 +1,9 @@
 """Inspect a training process that was started without holdfast, and diagnose a hang.
 
-The inspection never changes the process. A process started without holdfast has no progress board,
-so its progress is inferred from its stacks and from the activity of its threads between two
-observations.
+The inspection never changes the process. Steps that the process records, because it has a Guard or
+runs under `holdfast run`, show its progress for certain. Otherwise, progress is inferred from the
+stacks and from the activity of the threads between two observations: from CPU time, waits and
+transferred bytes, never from the time alone. A process that waits for a CPU is not stuck.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 from holdfast.core.control_groups import read_fields
 from holdfast.core.errors import PolicyError
@@ -26,7 +28,13 @@ from holdfast.explain.hangs.frames import is_in_backward
 from holdfast.supervise.process_tree import ProcessStat, descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python, read_io_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
-from holdfast.supervise.watch.stacks import StackSampler, Subject, stays_at_same_lines
+from holdfast.supervise.watch.recorded_progress import RecordedProgress, read_recorded_progress
+from holdfast.supervise.watch.stacks import (
+    StackSampler,
+    Subject,
+    stays_at_same_lines,
+    stays_in_same_functions,
+)
 
 _cannot_inspect = partial(PolicyError, rule="H741")
 
@@ -48,6 +56,18 @@ _PHASES = {
 }
 IMPORT_FILE = "<frozen importlib"
 
+# What a process did between two observations:
+#   recorded    it recorded steps or other progress
+#   working     its stack changed, it moved data, or its threads did work
+#   computing   it used CPU time but stayed at one place, as an endless loop does, and as a long
+#               computation does, too
+#   starved     it was ready to run but got too little CPU time to show anything
+#   none        it did nothing
+Activity = Literal["recorded", "working", "computing", "starved", "none"]
+
+# Kinds of hangs in which a process computes at one place.
+_COMPUTING_KINDS = ("Python loop", "native code")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
@@ -56,12 +76,24 @@ class Inspection:
     Args:
         processes: The Python processes that still existed at the second observation.
         diagnosis: The most likely cause if there is no progress.
-        is_moving: Whether training made progress between the two observations.
+        activity: What the process and its descendants did between the two observations.
+        steps: The number of steps recorded between the two observations; 0 if none are recorded.
     """
 
     processes: tuple[Examined, ...]
     diagnosis: HangDiagnosis
-    is_moving: bool
+    activity: Activity
+    steps: int = 0
+
+    @property
+    def judged(self) -> tuple[Examined, ...]:
+        """Return the processes whose progress decides whether training makes progress."""
+        return tuple(process for process in self.processes if process.judged)
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether anything happened that a stuck process does not do."""
+        return self.activity != "none"
 
 
 def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
@@ -77,19 +109,16 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
     """
     subjects = find_subjects(pid, seconds)
     judged_pids = [subject.about.pid for subject in subjects if subject.about.judged]
-    # IDs of threads that were working between the two observations.
-    working: set[int] = set()
+    threads = _ObservedThreads(judged_pids)
+    progress_before = _read_recorded(judged_pids)
 
     def observe_threads(_: float) -> None:
         # Measure only during the pause, because the observations themselves cause activity.
-        before = _read_activities(judged_pids)
-        time.sleep(seconds)
-        after = _read_activities(judged_pids)
-        for tid in before.keys() & after.keys():
-            if after[tid].has_worked_since(before[tid]):
-                working.add(tid)
+        threads.observe(seconds)
 
     processes = StackSampler(folder, pause=observe_threads).take(subjects).processes
+    progress = _read_recorded(judged_pids)
+    processes = tuple(_with_progress(process, progress) for process in processes)
     judged = [process for process in processes if process.judged]
     if not judged:
         raise _cannot_inspect(
@@ -97,34 +126,79 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
             limit="only a running process can be inspected",
             fix="look for the cause in the output of the process.",
         )
-    diagnosis = diagnose_hang(processes, judged[0].pid)
-    return Inspection(
-        processes=processes,
-        diagnosis=diagnosis,
-        is_moving=_is_moving(processes, judged, diagnosis, working),
-    )
+    diagnosis = diagnose_hang(processes, _longest_without_progress(judged).pid)
+    advanced = [pid for pid in judged_pids if _has_advanced(pid, progress_before, progress)]
+    if advanced:
+        steps = max(progress[pid].step - progress_before[pid].step for pid in advanced)
+        return Inspection(
+            processes=processes, diagnosis=diagnosis, activity="recorded", steps=max(0, steps)
+        )
+    activity = _judge_activity(processes, judged, diagnosis, threads)
+    return Inspection(processes=processes, diagnosis=diagnosis, activity=activity)
 
 
-def _is_moving(
+def _judge_activity(
     processes: Sequence[Examined],
     judged: Sequence[Examined],
     diagnosis: HangDiagnosis,
-    working_threads: set[int],
-) -> bool:
-    """Return whether training makes progress.
+    threads: _ObservedThreads,
+) -> Activity:
+    """Return what a process that records no progress did between the two observations.
 
     A training loop that mostly waits may show the same stack in both observations, so the activity
-    of its threads and its loader workers also counts as progress.
+    of its threads and its loader workers also counts.
     """
     training_threads = {process.pid for process in judged}
     training_threads |= {
         thread_to_blame(process).tid for process in judged if not is_in_backward(process)
     }
-    if working_threads & training_threads or diagnosis.moving:
-        return True
+    if threads.transferring & training_threads:
+        return "working"
+    if diagnosis.moving and diagnosis.kind in _COMPUTING_KINDS:
+        return "computing"
+    if threads.working & training_threads or (diagnosis.moving and not diagnosis.starved):
+        return "working"
     if any(phase_of(process) == _WORKER_PHASE and process.io_rate > 0 for process in processes):
-        return True
-    return not all(stays_at_same_lines(process) for process in judged)
+        return "working"
+    if diagnosis.starved:
+        # A process that had hardly any CPU time may be at another line of the same loop.
+        stays = all(stays_in_same_functions(process) for process in judged)
+        return "starved" if stays else "working"
+    return "none" if all(stays_at_same_lines(process) for process in judged) else "working"
+
+
+def _longest_without_progress(judged: Sequence[Examined]) -> Examined:
+    """Return the process whose last progress is the longest ago, or the first of several."""
+    return max(judged, key=lambda process: process.seconds)
+
+
+# --- recorded progress ---
+
+
+def _read_recorded(pids: Sequence[int]) -> dict[int, RecordedProgress]:
+    """Return the newest progress of each process that records it, by PID."""
+    progress = {pid: read_recorded_progress(pid) for pid in pids}
+    return {pid: newest for pid, newest in progress.items() if newest is not None}
+
+
+def _has_advanced(
+    pid: int, before: dict[int, RecordedProgress], after: dict[int, RecordedProgress]
+) -> bool:
+    """Return whether a process has recorded progress between two observations."""
+    if pid not in before or pid not in after:
+        return False
+    return before[pid].mark != after[pid].mark
+
+
+def _with_progress(process: Examined, progress: dict[int, RecordedProgress]) -> Examined:
+    """Return a process with the step, phase and time that it has recorded."""
+    recorded = progress.get(process.pid)
+    if recorded is None:
+        return process
+    seconds = process.seconds
+    if recorded.since_seconds is not None:
+        seconds = max(0.0, time.monotonic() - recorded.since_seconds)
+    return replace(process, step=recorded.step, phase=recorded.phase, seconds=seconds)
 
 
 def phase_of(process: Examined) -> str:
@@ -259,6 +333,32 @@ def _read_proc(pid: int, name: str) -> bytes:
 
 
 # --- activity of threads ---
+
+
+class _ObservedThreads:
+    """The threads of some processes, and which of them were active between two observations.
+
+    Args:
+        pids: PIDs of the processes.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        # IDs of the threads that read or wrote data.
+        self.transferring: set[int] = set()
+        # IDs of the threads that did more than wait.
+        self.working: set[int] = set()
+
+    def observe(self, seconds: float) -> None:
+        """Observe the threads twice, this many seconds apart."""
+        before = _read_activities(self._pids)
+        time.sleep(seconds)
+        after = _read_activities(self._pids)
+        for tid in before.keys() & after.keys():
+            if after[tid].io_bytes != before[tid].io_bytes:
+                self.transferring.add(tid)
+            if after[tid].has_worked_since(before[tid]):
+                self.working.add(tid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,15 +81,17 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadWait:
-    """What a thread waits for.
+    """What a thread waits for, and how long it has waited for a CPU so far.
 
     Args:
         waits: The system call or kernel function in which the thread waits; empty if unknown.
         target: The file, pipe or socket that the thread waits for; empty if there is none.
+        cpu_wait_seconds: How long the thread was ready to run but had no CPU; 0 if unknown.
     """
 
     waits: Waits = ""
     target: str = ""
+    cpu_wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +126,8 @@ def read_kernel_view(pid: int) -> KernelView:
     if process is None:
         return KernelView(state="", cpu_seconds=0.0, io_bytes=0, waits={})
     threads = _list_threads(pid)
-    stats = [read_stat(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
-    is_blocked = any(stat is not None and stat.state == "D" for stat in stats)
+    states = {thread: _read_thread_state(pid, thread) for thread in threads}
+    is_blocked = "D" in states.values()
 
     @functools.cache
     def code_ranges() -> list[_CodeRange]:
@@ -135,8 +137,16 @@ def read_kernel_view(pid: int) -> KernelView:
         state=process.state,
         cpu_seconds=process.cpu_ticks / _TICKS_PER_SECOND,
         io_bytes=read_io_bytes(Path(f"/proc/{pid}")),
-        waits={thread: _read_wait(pid, thread, code_ranges) for thread in threads},
+        waits={
+            thread: _read_wait(pid, thread, state, code_ranges) for thread, state in states.items()
+        },
     )
+
+
+def _read_thread_state(pid: int, thread: int) -> str:
+    """Return the state letter of a thread; empty if the thread is gone."""
+    stat = read_stat(f"/proc/{pid}/task/{thread}/stat")
+    return "" if stat is None else stat.state
 
 
 def _list_threads(pid: int) -> list[int]:
@@ -158,7 +168,23 @@ def read_io_bytes(folder: Path) -> int:
     return counters.get("rchar", 0) + counters.get("wchar", 0)
 
 
-def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> ThreadWait:
+def read_cpu_wait_seconds(folder: Path) -> float:
+    """Return how long a thread was ready to run but had no CPU; 0 if unknown.
+
+    Args:
+        folder: The directory of the thread in ``/proc/<pid>/task``. The file in the directory of
+            the process describes only its main thread.
+    """
+    words = _read_text(f"{folder}/schedstat").split()
+    # The time on a CPU, the time on the run queue, both in nanoseconds, and the number of turns.
+    if len(words) < 2 or not words[1].isdigit():
+        return 0.0
+    return int(words[1]) / 1e9
+
+
+def _read_wait(
+    pid: int, thread: int, state: str, code_ranges: Callable[[], list[_CodeRange]]
+) -> ThreadWait:
     """Return what a thread waits for, including the file, pipe or socket."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _read_text(f"{folder}/wchan").strip()
@@ -168,7 +194,7 @@ def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]
     name = ""
     target = ""
     library = ""
-    if call and call[0] == "running":
+    if (call and call[0] == "running") or (not call and state == "R"):
         name = "running"
     elif call:
         with suppress(OSError, ValueError, IndexError):
@@ -183,7 +209,11 @@ def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]
         target=target,
         library=library,
     )
-    return ThreadWait(waits=waits, target=clean(target))
+    return ThreadWait(
+        waits=waits,
+        target=clean(target),
+        cpu_wait_seconds=read_cpu_wait_seconds(Path(folder)),
+    )
 
 
 def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:

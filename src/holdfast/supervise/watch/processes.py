@@ -8,6 +8,7 @@ of helper processes, so only the newest directories of helpers that ended well a
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -296,6 +297,11 @@ class WatchedProcesses:
             for process in candidates
             if process.info.rank is not None and process.info.torch is not None
         ]
+        # A program that a rank starts inherits the rank's environment, but is not a rank itself.
+        rank_of = {process.pid: process.info.rank for process in ranks}
+        ranks = [
+            process for process in ranks if rank_of.get(process.info.ppid) != process.info.rank
+        ]
         if trainers or ranks:
             return list(dict.fromkeys([*trainers, *ranks]))
         pids = {process.pid for process in candidates}
@@ -307,8 +313,10 @@ class WatchedProcesses:
         if process.info.rank is None:
             return []
         alive = {other.info.rank for other in self.alive}
+        # After an elastic launcher has continued with fewer ranks, the others are not missing.
+        world_size = process.info.world_size or math.inf
         return sorted(
             rank
             for parent, rank in self._seen_ranks
-            if parent == process.info.ppid and rank not in alive
+            if parent == process.info.ppid and rank not in alive and rank < world_size
         )

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.files import create_file, make_folder
+from holdfast.core.files import create_file, make_folder, read_file
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook
+from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, clean
 from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
 from holdfast.supervise.watch.faulthandler_dumps import ask_for_stacks
 from holdfast.supervise.watch.process_evidence import (
@@ -49,6 +49,8 @@ _MORE_APART_SECONDS = (0.01, 0.05)
 _RANDOM = random.SystemRandom()
 # A process counts as computing if it uses at least this share of one CPU core.
 _BUSY_CPU_SHARE = 0.3
+# Source files that are larger than this are not read.
+_MAX_SOURCE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +181,16 @@ class StackSampler:
         if view.state in ("", "Z", "X"):
             return None
         seconds = time.monotonic()
-        source, threads = self._read_threads(subject, view)
+        source, python_threads = self._read_threads(subject, view)
+        threads = _add_waits(pid, python_threads, view)
         return ProcessLook(
             seconds=seconds,
             source=source,
             state=view.state,
             cpu_seconds=view.cpu_seconds,
             io_bytes=view.io_bytes,
-            threads=_add_waits(pid, threads, view),
+            threads=threads,
+            native_threads=_native_threads(threads, view),
         )
 
     def _read_threads(
@@ -233,9 +237,19 @@ class StackSampler:
                 about = replace(about, looks=(*about.looks, sample))
         if not stays_at_same_lines(about):
             return about
-        innermost_line = about.last.main.frames[-1].line
-        native = self._py_spy.read_native_functions(about.pid, innermost_line, _pause_randomly)
-        return replace(about, native=native)
+        innermost = about.last.main.frames[-1]
+        native = self._py_spy.read_native_functions(about.pid, innermost.line, _pause_randomly)
+        source_line = "" if native is not None else _read_source_line(innermost)
+        return replace(about, native=native, source_line=source_line)
+
+
+def _read_source_line(frame: Frame) -> str:
+    """Return the source text of a frame's line; empty if it cannot be read."""
+    text = b""
+    with suppress(OSError):
+        text = read_file(Path(frame.file), _MAX_SOURCE_BYTES)
+    lines = text.decode("utf-8", "replace").splitlines()
+    return clean(lines[frame.line - 1]) if 0 < frame.line <= len(lines) else ""
 
 
 def _pause_randomly() -> None:
@@ -259,9 +273,28 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
     for thread in [*main, *others]:
         # The thread ID of the main thread is the PID.
         tid = pid if thread.main else only_other_tid or thread.tid
-        wait = view.waits.get(tid, ThreadWait())
-        complete.append(replace(thread, tid=tid, waits=wait.waits, target=wait.target))
+        complete.append(_with_wait(replace(thread, tid=tid), view))
     return tuple(complete)
+
+
+def _native_threads(threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
+    """Return the threads of a process that are not among its Python threads.
+
+    If the kernel's IDs of the Python threads are unknown, these threads are returned too.
+    """
+    tids = {thread.tid for thread in threads}
+    return tuple(_with_wait(ThreadLook(tid=tid), view) for tid in view.waits if tid not in tids)
+
+
+def _with_wait(thread: ThreadLook, view: KernelView) -> ThreadLook:
+    """Add to a thread what it waits for, according to the kernel."""
+    wait = view.waits.get(thread.tid, ThreadWait())
+    return replace(
+        thread,
+        waits=wait.waits,
+        target=wait.target,
+        cpu_wait_seconds=wait.cpu_wait_seconds,
+    )
 
 
 def stays_at_same_lines(about: Examined) -> bool:

@@ -28,6 +28,7 @@ from holdfast.explain.hangs.blame import (
     diagnose_hang,
 )
 from holdfast.explain.hangs.evidence import Examined
+from holdfast.explain.hangs.frames import user_frame
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
@@ -47,6 +48,8 @@ _SUSPENDED_SECONDS = 5.0
 # taken so far.
 _WORKER_RECOVERY_SECONDS = 180.0
 _MAX_EXAMINED = 64
+# An event can only hold a few kilobytes.
+_MAX_LISTED = 8
 # The watchdog gives up after this many consecutive errors.
 _MAX_ERRORS = 20
 _ERROR_PAUSE_SECONDS = 1.0
@@ -310,7 +313,7 @@ class Watchdog:
         self._watch.on_hang(hang)
         if hang.remedy == "wait" and diagnosis.moving and suspect.info.torch is not None:
             is_starting = suspect.standing.phase is ProcessPhase.STARTING
-            self._announce_left_alone(hang, is_starting=is_starting)
+            self._announce_left_alone(hang, is_starting=is_starting, starved=diagnosis.starved)
 
     def _any_other_moves(self, suspect: WatchedProcess) -> bool:
         """Return whether any other judged process makes progress."""
@@ -329,7 +332,7 @@ class Watchdog:
             )
         )
 
-    def _announce_left_alone(self, hang: Hang, *, is_starting: bool) -> None:
+    def _announce_left_alone(self, hang: Hang, *, is_starting: bool, starved: bool) -> None:
         """Print a message about a process that is left running although it makes no progress.
 
         The message is printed only once for each kind of hang and innermost frame. While a process
@@ -340,14 +343,16 @@ class Watchdog:
             return
         self._announced.add(place)
         seems = "is computing but makes no progress"
-        if hang.hang_kind == "Python loop":
+        if starved:
+            seems = "gets too little CPU time to make progress"
+        elif hang.hang_kind == "Python loop":
             seems = "seems to loop"
         where = f" at {hang.frame}" if hang.frame else ""
         text = (
             f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left"
             " running"
         )
-        if not is_starting:
+        if not is_starting and not starved:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
                 text += f" for up to {seconds / 60:.3g} min"
@@ -368,6 +373,8 @@ class Watchdog:
             certainty=diagnosis.certainty,
             blamed_pid=blamed.pid,
             blamed_role=blamed.role,
+            blamed_rank=blamed.rank,
+            ranks=_list_ranks(examination, blamed),
             frame=describe_frame(diagnosis.frame),
             odd_one_out=diagnosis.odd_one_out,
             sentence=diagnosis.sentence,
@@ -390,8 +397,9 @@ class Watchdog:
         blamed = diagnosis.process
         phase = suspect.standing.phase
         is_traced = blamed.last.state == "t"
-        # Only wait if the process is being debugged, or is not known to be a torch program.
-        if is_traced or suspect.info.torch is None:
+        # Only wait if the process is being debugged, or is not known to be a torch program. A
+        # restart would not give a process more CPU time.
+        if is_traced or suspect.info.torch is None or diagnosis.starved:
             return "wait"
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
             self._continued.add(blamed.pid)
@@ -437,6 +445,28 @@ class Watchdog:
             judged_at = now if pid in judged else None
             subjects.append(_make_subject(process, watched.get(pid), judged_at))
         return subjects
+
+
+def _list_ranks(examination: _Examination, blamed: Examined) -> tuple[process_events.HungRank, ...]:
+    """Return where each judged process was; nothing if there is only one.
+
+    The blamed process and the suspect come first, because at most `_MAX_LISTED` are returned.
+    """
+    judged = [process for process in examination.dump.processes if process.judged]
+    if len(judged) < 2:
+        return ()
+    important = (blamed.pid, examination.suspect.pid)
+    judged.sort(key=lambda process: (process.pid not in important, process.rank or 0))
+    return tuple(
+        process_events.HungRank(
+            pid=process.pid,
+            rank=process.rank,
+            step=process.step,
+            phase=process.phase,
+            frame=describe_frame(user_frame(process.last.main.frames)),
+        )
+        for process in judged[:_MAX_LISTED]
+    )
 
 
 def _make_subject(
