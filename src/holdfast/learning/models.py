@@ -217,12 +217,24 @@ class ModelObserver:
         }
 
     def _mode_dependent(self) -> dict[str, nn.Module]:
-        """Return the modules that behave differently in training mode, keyed by name."""
+        """Return the modules that behave differently in training mode, keyed by name.
+
+        Modules in a frozen part of the model are left out, because that part is often kept in
+        evaluation mode on purpose.
+        """
         return {
             name: module
             for name, module in self.module.named_modules()
-            if isinstance(module, (_DropoutNd, _BatchNorm))
+            if isinstance(module, (_DropoutNd, _BatchNorm)) and not self._is_frozen(name)
         }
+
+    def _is_frozen(self, name: str) -> bool:
+        """Return whether no parameter of a module learns, or of its parent if it has none."""
+        parameters = list(self.module.get_submodule(name).parameters())
+        if not parameters:
+            parent, _, _ = name.rpartition(".")
+            parameters = list(self.module.get_submodule(parent).parameters())
+        return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
     def _changes_of(self, names: Iterable[str]) -> list[Tensor]:
         """Return flags, one of which is True if any of these parameters has changed.

@@ -157,6 +157,18 @@ def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     assert sum("diagnosis failed" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_evaluation_mode_of_a_frozen_part_is_no_mistake(is_frozen: bool) -> None:
+    """Training in evaluation mode is reported unless all batch norm and dropout is frozen."""
+    model = Net().eval()
+    model.body.requires_grad_(not is_frozen)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=0.01)
+    with watch(model, optimizer) as watching:
+        steps_of(model, optimizer, 200)
+    assert ("H834" in rules(watching.findings())) is not is_frozen
+
+
 def test_lbfgs_is_watched_through_its_closure() -> None:
     """Losses inside a closure are seen, and the closure's repeated gradients are no leak."""
     model = nn.Linear(10, 4)
