@@ -211,12 +211,12 @@ class _BlamedThread:
         """Whether the thread, or a native thread that it waits for, lacks a CPU to run on.
 
         A waiting thread also waits for a CPU each time it wakes up, so the thread must also have
-        been found ready to run in at least half of the looks.
+        been found ready to run in most of the looks.
         """
         running = self._was_running
         if len(running) > 1 and all(running):
             return True
-        if 2 * sum(running) < len(running) or not any(running):
+        if 2 * sum(running) <= len(running):
             return False
         tids = [self.newest.tid]
         if self._waits_for_native_threads:
