@@ -423,8 +423,9 @@ def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> f
     while pending:
         descendant = pending.pop()
         share += descendant.cpu_share
-        if descendant.is_runnable:
-            share += descendant.cpu_wait_share
+        main = descendant.last.main
+        if main.waits == "running":
+            share += descendant.cpu_wait_share_of(main.tid)
         if descendant.io_rate > _BUSY_BYTES_PER_SECOND:
             share += 1.0
         pending += children.get(descendant.pid, ())

@@ -237,18 +237,6 @@ class Examined:
         """Return the time between the first and last look."""
         return self.last.seconds - self.looks[0].seconds if self.looks else 0.0
 
-    @property
-    def is_runnable(self) -> bool:
-        """Return whether any thread was running or ready to run at the newest look."""
-        threads = (*self.last.threads, *self.last.native_threads)
-        return any(thread.waits == "running" for thread in threads)
-
-    @property
-    def cpu_wait_share(self) -> float:
-        """Return the largest `cpu_wait_share_of` of all threads."""
-        threads = (*self.last.threads, *self.last.native_threads)
-        return max((self.cpu_wait_share_of(thread.tid) for thread in threads), default=0.0)
-
     def cpu_wait_share_of(self, tid: int) -> float:
         """Return the fraction of time in which a thread was ready to run but had no CPU.
 
