@@ -33,7 +33,9 @@ def test_each_rank_logs_and_what_is_alike_is_one_curve(tmp_path):
     pytest.importorskip("plotly")
     all_returned(run_ranks(logging, 2, str(tmp_path)))
     steps = figures(gather(tmp_path))["steps"]
-    titles = dict(enumerate((each["text"] for each in steps["layout"]["annotations"]), start=1))
+    # A panel with several curves has their colours behind its name.
+    names = (each["text"].partition("</b>")[0] for each in steps["layout"]["annotations"])
+    titles = {number: f"{name}</b>" for number, name in enumerate(names, start=1)}
     curves: dict[str, list[tuple[str, list[float]]]] = {}
     for each in steps["data"]:
         number = int(each["yaxis"].removeprefix("y") or 1)
