@@ -150,13 +150,7 @@ def run(
     does the evaluation. 1: it does not fit. 2: the forecast failed.
     """
     with failing_clearly(as_json=json):
-        if importlib.util.find_spec("torch") is None:
-            raise PolicyError(
-                "torch is not installed",
-                limit="a forecast traces a step of your model with torch",
-                fix="run this in the environment that you train in, or install torch there.",
-                rule="H742",
-            )
+        _check_torch()
         devices = tuple(find_device(name) for name in device or COMMON_DEVICES)
         request = ForecastRequest(
             factory=factory,
@@ -175,12 +169,12 @@ def run(
             replace_file(out, as_yaml(forecast).encode(), SHARED)
     if json:
         print_json(as_json(forecast))
-    elif not device:
-        print_overview(forecast)
-    else:
+    elif device:
         print_forecast(forecast)
-        if is_written:
-            typer.echo(f"wrote {out}")
+    else:
+        print_overview(forecast)
+    if is_written and not json:
+        typer.echo(f"wrote {out}")
     if out is not None and not is_written:
         typer.echo(f"{out} was not written, because no plan fits", err=True)
     enough = all if device else any
@@ -189,6 +183,17 @@ def run(
 
 
 # --- options ------------------------------------------------------------------------------------
+
+
+def _check_torch() -> None:
+    """Raise H742 if torch is not installed, before anything is imported from the factory."""
+    if importlib.util.find_spec("torch") is None:
+        raise PolicyError(
+            "torch is not installed",
+            limit="a forecast traces a step of your model with torch",
+            fix="run this in the environment that you train in, or install torch there.",
+            rule="H742",
+        )
 
 
 def _check_out(out: Path | None, devices: int) -> None:

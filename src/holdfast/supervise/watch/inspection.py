@@ -148,10 +148,7 @@ def _judge_activity(
     A training loop that mostly waits may show the same stack in both observations, so the activity
     of its threads and its loader workers also counts.
     """
-    training_threads = {process.pid for process in judged}
-    training_threads |= {
-        thread_to_blame(process).tid for process in judged if not is_in_backward(process)
-    }
+    training_threads = _threads_of_training(judged)
     if threads.transferring & training_threads:
         return "working"
     if diagnosis.moving and diagnosis.kind in _COMPUTING_KINDS:
@@ -165,6 +162,16 @@ def _judge_activity(
         stays = all(stays_in_same_functions(process) for process in judged)
         return "starved" if stays else "working"
     return "none" if all(stays_at_same_lines(process) for process in judged) else "working"
+
+
+def _threads_of_training(judged: Sequence[Examined]) -> set[int]:
+    """Return the thread IDs of the main threads and of the threads that a hang would be blamed on.
+
+    In a backward pass, torch's own threads do the work, and no Python thread is to blame.
+    """
+    main_threads = {process.pid for process in judged}
+    to_blame = {thread_to_blame(process).tid for process in judged if not is_in_backward(process)}
+    return main_threads | to_blame
 
 
 def _longest_without_progress(judged: Sequence[Examined]) -> Examined:
