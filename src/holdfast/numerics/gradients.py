@@ -185,6 +185,22 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return norms
 
 
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all elements of dense tensors together, shape ``()``.
+
+    Norms of fp16 and bf16 tensors are computed in fp32, in which they do not overflow. The result
+    is on the device of the first tensor, and the host does not wait for it.
+    """
+    total: torch.Tensor = torch.linalg.vector_norm(_stacked(_norms(tensors)))
+    return total
+
+
+def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return scalars from any devices as one tensor on the device of the first one."""
+    device = norms[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+
+
 def _summarize(
     groups: Sequence[Group],
     norms: Sequence[torch.Tensor],
@@ -192,10 +208,7 @@ def _summarize(
     items: torch.Tensor | None,
 ) -> Measurement:
     """Combine the norms of the gradients into those of the groups and of the whole step."""
-    device = norms[0].device
-    stacked = torch.stack(
-        [norm if norm.device == device else norm.to(device) for norm in norms],
-    )
+    stacked = _stacked(norms)
     group_norms: list[torch.Tensor] = []
     if len(groups) > 1:
         sizes = [len(group.parameters) for group in groups]

@@ -338,6 +338,21 @@ def test_the_loss_of_a_step_that_the_script_skips_is_not_recorded(tmp_path):
     assert not kinds_of(guard, "nonfinite_step_taken")
 
 
+def test_a_norm_that_exceeds_fp16_is_no_inf(tmp_path):
+    """The norm of fp16 gradients is computed in fp32, so finite gradients have a finite norm."""
+    model = nn.Linear(400, 1, bias=False, dtype=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = guarded(tmp_path, model, optimizer, loader=DATA[:1])
+
+    for _ in guard.batches(max_epochs=1):
+        (model.weight * 6e4).sum().backward()
+        optimizer.step()
+
+    (step,) = read_steps(tmp_path / "recorder" / "rank0")
+    assert step.grad_norm == pytest.approx(20 * 6e4, rel=1e-3)
+    assert not kinds_of(guard, "nonfinite_step_taken")
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_grad_scaler_changes_neither_loss_nor_norm(tmp_path, fused):
     """The recorded loss and gradient norm do not contain the scale of a ``GradScaler``."""

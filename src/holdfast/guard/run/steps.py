@@ -98,8 +98,9 @@ class Steps:
         self._modules = [
             module for model in session.parts.models.values() for module in model.modules()
         ]
+        self._device_type = session.parts.device_type()
         # On accelerators, a repeated step may differ in the last bits.
-        self._is_exact = session.parts.device_type() == "cpu"
+        self._is_exact = self._device_type == "cpu"
         # The last step, if its result has not been read yet.
         self._undecided: UndecidedStep | None = None
         if timing.may_decide_late:
@@ -473,7 +474,7 @@ class Steps:
     def _surroundings_of(self, call: StepCall) -> Surroundings:
         """Return the current modes, and the hyperparameters of the optimizers in a call."""
         optimizers = [self.parts.optimizers[name] for name in call.names]
-        return Surroundings(self._modules, optimizers, self.parts.device_type())
+        return Surroundings(self._modules, optimizers, self._device_type)
 
     def _settlement_of(self, work: Work, attempt: LaunchedAttempt | RefusedAttempt) -> Settlement:
         """Return the object through which the result of an undecided step settles the step."""

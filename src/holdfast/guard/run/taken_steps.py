@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from holdfast.core.events import run_events
 from holdfast.guard.run.session import Session
 from holdfast.memory.host_copy import HostCopy
+from holdfast.numerics.gradients import total_norm
 from holdfast.numerics.spikes import Level
 from holdfast.recorder.black_box import StepMark
 
@@ -122,7 +123,7 @@ def norm_of_gradients(optimizer: Optimizer) -> HostCopy | None:
     if not gradients or any(gradient.layout is not torch.strided for gradient in gradients):
         return None
     try:
-        norm = torch.nn.utils.get_total_norm(gradients).detach()
+        norm = total_norm(gradients).detach()
         # A `GradScaler` leaves it to fused optimizers to divide the gradients by its scale.
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, torch.Tensor):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -53,6 +52,9 @@ class ScriptGuard(Guard):
         # The global step after which the process exits. None while no stop is requested.
         self._exit_step: int | None = None
         super().__init__(run_dir, model=models, optimizer=optimizers, state=state)
+        # The accelerators of the models. They are needed at each batch, and finding them takes a
+        # look at every parameter.
+        self.devices = self._parts.devices()
         # `Script` restores the position in the data, so the guard must not warn that it is unknown.
         self._position_known = True
         if self.resumed_from is not None:
@@ -74,11 +76,6 @@ class ScriptGuard(Guard):
         resumed_from = self._session.restoration.resume(self._resume_step, reports_settings=False)
         self._session.mirroring.offer_newest()
         return resumed_from
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Return the accelerators of the models."""
-        return list(self._parts.devices())
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:

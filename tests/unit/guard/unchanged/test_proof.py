@@ -52,6 +52,26 @@ def test_difference_is_named(change: dict[str, Any], name: str, tmp_path: Path) 
     assert name in difference
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        torch.tensor([1.0 + 2.0j]).conj(),
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t(),
+    ],
+)
+def test_tensors_that_numpy_cannot_view_are_compared(tensor: torch.Tensor, tmp_path: Path) -> None:
+    """Batches of bf16, lazy conjugates and transposed tensors are compared by their values."""
+
+    def boundary_with(batch: torch.Tensor) -> dict[str, Any]:
+        return {**boundary(), **describe_boundary(batch, capture(), {}, {})}
+
+    BoundaryLog(tmp_path, None).note(5, boundary_with(tensor))
+
+    assert BoundaryLog(tmp_path, 4).note(5, boundary_with(tensor.clone())) is None
+    assert BoundaryLog(tmp_path, 4).note(5, boundary_with(tensor * 2)) is not None
+
+
 def test_boundaries_before_the_checkpoint_are_not_compared(tmp_path: Path) -> None:
     """Only steps after the checkpoint are repeated."""
     BoundaryLog(tmp_path, None).note(5, boundary())
