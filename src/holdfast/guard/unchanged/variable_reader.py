@@ -235,12 +235,28 @@ class VariableReader:
     # --- objects, classes and functions of the script
 
     def _object(self, saved: Saved, live: Any) -> Any:
-        target = live
-        if live is MISSING or class_name(type(live)) != saved["class"] or _is_frozen(live):
-            cls = _find_class(saved["class"])
-            if cls is None:
-                return live
-            target = cls.__new__(cls)  # type: ignore[call-overload] # not `type` itself
+        is_same_class = live is not MISSING and class_name(type(live)) == saved["class"]
+        if is_same_class and not _is_frozen(live):
+            return self._restore_object(saved, live)
+        cls = _find_class(saved["class"])
+        if cls is None:
+            return live
+        target = cls.__new__(cls)  # type: ignore[call-overload] # not `type` itself
+        if not is_same_class:
+            return self._restore_object(saved, target)
+        # The saved form does not include every attribute, for example no plain functions.
+        attributes = attributes_of_object(live)
+        for name, value in attributes.items():
+            _set_attribute(target, name, value)
+        self._restore_object(saved, target)
+        if not _are_equal(attributes, attributes_of_object(target)):
+            return target
+        # The script may compare the object by identity with one that is not restored.
+        self._objects[saved["id"]] = live
+        return live
+
+    def _restore_object(self, saved: Saved, target: Any) -> Any:
+        """Restore an object of a class of the script in place, and return it."""
         self._objects[saved["id"]] = target
         self._set_attributes_of_object(target, saved["attributes"])
         # The class may be derived from `dict` or `list`.
@@ -482,6 +498,15 @@ def _is_frozen(value: Any) -> bool:
     """Return whether a value is a frozen dataclass, which must be replaced and not changed."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     return parameters is not None and bool(parameters.frozen)
+
+
+def _are_equal(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two objects have the same attributes: equal scalars or identical objects."""
+    return first.keys() == second.keys() and all(
+        value is second[name]
+        or (type(value) is type(second[name]) and type(value) in SCALARS and value == second[name])
+        for name, value in first.items()
+    )
 
 
 def _find_class(name: str) -> type | None:

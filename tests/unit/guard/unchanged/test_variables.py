@@ -6,6 +6,8 @@ import collections
 import enum
 import random
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +62,19 @@ class Slotted:
     def __init__(self) -> None:
         self.count = 0
         self.values: list[float] = []
+
+
+def halved(value: float) -> float:
+    return value / 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A class of the script whose instances do not change."""
+
+    decay: Callable[[float], float]
+    lr: float
+    sizes: list[int]
 
 
 class Shared:
@@ -258,6 +273,18 @@ def test_sampler_of_the_script_continues() -> None:
     VariableReader().value_of(tree, loader)
 
     assert list(loader) == expected
+
+
+def test_frozen_objects_keep_attributes_that_are_not_saved() -> None:
+    """A frozen dataclass with a function keeps it, whether its other values differ or not."""
+    same = Settings(halved, 0.1, [1])
+    other = Settings(halved, 0.2, [1])
+    tree = saved([Settings(halved, 0.1, [2]), Settings(halved, 0.1, [2])])
+
+    restored = VariableReader().value_of(tree, [same, other])
+
+    assert restored[0] is same
+    assert restored == [Settings(halved, 0.1, [2]), Settings(halved, 0.1, [2])]
 
 
 def test_modules_of_the_guard_are_left_to_it() -> None:
