@@ -338,6 +338,25 @@ def test_the_loss_of_a_step_that_the_script_skips_is_not_recorded(tmp_path):
     assert not kinds_of(guard, "nonfinite_step_taken")
 
 
+@pytest.mark.parametrize("fetches_ahead", [False, True])
+def test_a_loop_that_fetches_ahead_is_reported(tmp_path, fetches_ahead):
+    """A loop that holds a batch it has not trained on is reported once, at its first step."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guarded(tmp_path, model, optimizer, loader=DATA)
+
+    previous = None
+    for batch in guard.batches(max_epochs=2):
+        if not fetches_ahead:
+            step_by_hand(model, optimizer, batch)
+        elif previous is not None:
+            step_by_hand(model, optimizer, previous)
+        previous = batch
+
+    reports = [event.data["why"] for event in events(guard, "resume_may_differ")]
+    assert sum("second batch" in why for why in reports) == fetches_ahead
+
+
 def test_a_norm_that_exceeds_fp16_is_no_inf(tmp_path):
     """The norm of fp16 gradients is computed in fp32, so finite gradients have a finite norm."""
     model = nn.Linear(400, 1, bias=False, dtype=torch.float16)

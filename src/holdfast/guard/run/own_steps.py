@@ -27,6 +27,7 @@ from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.phase import RunState
 from holdfast.guard.run.backward_losses import BackwardLosses, has_gradients
+from holdfast.guard.run.fetch_ahead import FetchAhead
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.taken_steps import (
     TakenStep,
@@ -107,6 +108,7 @@ class OwnSteps:
         # The number of batches since the last step of each optimizer, or since the loop began.
         self._batches_since_step = dict.fromkeys(session.parts.optimizers, 0)
         self._unseen = UnseenSteps(session)
+        self._fetch_ahead = FetchAhead(session.record)
         # Whether the previous loop ended between a call of ``backward`` and the step.
         self._left_with_gradients = False
         self._taken = TakenSteps(session)
@@ -161,6 +163,7 @@ class OwnSteps:
         """Record that the loop body has finished with its batch."""
         if self._stepping is not None:
             self._note_failure()
+        self._fetch_ahead.end_batch(was_used=self._stepped_in_batch or self._losses.are_seen)
         if self._may_miss_steps and self._losses.are_seen:
             self._unseen.end_batch()
 
@@ -196,6 +199,7 @@ class OwnSteps:
     def begin_loop(self) -> None:
         """Begin to count the steps that `before_step` and `after_step` report."""
         self._left_with_gradients = False
+        self._fetch_ahead.begin_loop()
         self._batches_since_step = dict.fromkeys(self._parts.optimizers, 0)
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
         self._had_gradients = self._has_gradients()
@@ -307,6 +311,7 @@ class OwnSteps:
             self._session.schedules.hand_over()
             self._record.allow_any_precision()
             self._record.emit(run_events.LoopSteps(optimizer=name))
+        self._fetch_ahead.begin_step()
         self._grad_norm = norm_of_gradients(optimizer)
         self._stepping = optimizer
         self._state.begin()
