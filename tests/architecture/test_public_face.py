@@ -141,7 +141,16 @@ def test_the_commands_and_their_flags() -> None:
         for name, command in commands.items()
     }
     assert flags == {
-        "chaos": ["--budget", "--json", "--only", "--page", "--restarts", "--seed", "--writes"],
+        "chaos": [
+            "--budget",
+            "--exhaustive-saves",
+            "--json",
+            "--only",
+            "--page",
+            "--restarts",
+            "--seed",
+            "--writes",
+        ],
         "checkpoints": ["--export", "--export-averaged", "--json", "--step", "--verify"],
         "explain": ["--attempt", "--bundle", "--json", "--status"],
         "run": [

@@ -23,12 +23,13 @@ from holdfast.chaos.command_check import check_command
 from holdfast.chaos.comparison.differences import RunDifference
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.comparison.timeline import TrialComparison, compare, compare_undisturbed, losses
-from holdfast.chaos.fault_plans import Fault, FaultDraw
+from holdfast.chaos.fault_plans import Fault, FaultDraw, watch_changes
 from holdfast.chaos.injection.plan import Injection
 from holdfast.chaos.judgement import TrialCase, judge
 from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
 from holdfast.chaos.trials import Bench, Trial, TrialAttempt, run_trial
 from holdfast.chaos.workplace import Workplace
+from holdfast.core.errors import PolicyError
 from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 
@@ -85,6 +86,8 @@ class Campaign:
         seed: The seed that determines at which steps and bits faults are injected.
         budget_seconds: The time after which the campaign ends.
         restarts: The maximum number of times that the command is restarted in one trial.
+        exhaustive_saves: Whether to also kill the process before each system call by which one save
+            changes a file.
         say: Called with one line of text at the beginning and one after each fault, to report
             progress.
 
@@ -103,6 +106,7 @@ class Campaign:
         seed: int = 0,
         budget_seconds: float = 600.0,
         restarts: int = 3,
+        exhaustive_saves: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._began = time.monotonic()
@@ -110,6 +114,7 @@ class Campaign:
         self._only = only
         self._seed = seed
         self._restarts = restarts
+        self._exhaustive_saves = exhaustive_saves
         self._say = say
         self._chance = random.Random(seed)  # noqa: S311 - not used for cryptography
         program = find_program(self._command)
@@ -164,9 +169,12 @@ class Campaign:
     def _report(self, baseline: _Baseline) -> CampaignReport:
         """Try as many faults as the time budget allows, and return the report."""
         reference = baseline.reference
-        faults = FaultDraw(reference, self._chance).draw()
+        draw = FaultDraw(reference, self._chance)
+        faults = draw.draw()
         if self._only:
             faults = [fault for fault in faults if fault.kind in self._only]
+        if self._exhaustive_saves:
+            faults += draw.kill_before_each(self._changes_of_save(draw.watched_save))
         faults = _first_of_each_kind_first(faults)
         estimate = _estimate(faults, baseline.first.last.seconds)
         self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
@@ -194,6 +202,30 @@ class Campaign:
             losses=losses(reference.steps),
             interrupted=interrupted,
             versions=_versions(reference),
+        )
+
+    def _changes_of_save(self, number: int | None) -> tuple[str, ...]:
+        """Run the command once more, and return descriptions of the changes that a save makes.
+
+        Args:
+            number: The number of the save.
+
+        Raises:
+            PolicyError: H729 if there is no such save, or if its system calls cannot be watched.
+        """
+        why = "no save is followed by another step"
+        if number is not None:
+            attempt = run_trial(self._bench, watch_changes(number)).last
+            if attempt.changes:
+                return attempt.changes
+            why = "the save changed no file of the working directory"
+            for obstacle in attempt.events("missed"):
+                why = obstacle.facts["why"]
+        raise PolicyError(
+            "--exhaustive-saves",
+            limit=f"the changes of a save must be visible, but {why}",
+            fix="leave out the option; the other faults in saves are tried without it.",
+            rule="H729",
         )
 
     def _try_fault(self, fault: Fault, baseline: _Baseline) -> FaultResult:
@@ -335,8 +367,8 @@ def check_survives(
         command: The training command, such as ``[sys.executable, "path/to/file.py"]``.
         cwd: The command's working directory, which by default is the current directory. The
             directory is copied, and nothing in the original is changed.
-        options: The arguments ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts``
-            of `Campaign`.
+        options: The arguments ``writes``, ``only``, ``seed``, ``budget_seconds``, ``restarts`` and
+            ``exhaustive_saves`` of `Campaign`.
 
     Returns:
         The report of the campaign.

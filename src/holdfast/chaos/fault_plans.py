@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.chaos.checkpoint_damage import (
@@ -115,6 +115,48 @@ class FaultDraw:
             ]
         faults += self._slow_down_and_cut_off_rank()
         return sorted(faults, key=lambda fault: KINDS.index(fault.kind))
+
+    # --- every change to a file -----------------------------------------------------------------
+
+    @property
+    def watched_save(self) -> int | None:
+        """Return the number of the save that `kill_before_each` is about. None without a save.
+
+        It is the last save after which steps remain. Unlike the first one, it replaces files and
+        may remove old ones.
+        """
+        numbers = [
+            number
+            for number, save in enumerate(self._saves, start=1)
+            if save.steps_made < self._step_count
+        ]
+        return numbers[-1] if numbers else None
+
+    def kill_before_each(self, changes: Sequence[str]) -> list[Fault]:
+        """Return faults that kill the process before each change to a file, in `watched_save`.
+
+        Writes in the middle of a file come last, because a reader usually treats all incomplete
+        files alike.
+
+        Args:
+            changes: Descriptions of the system calls by which the save changes files, in order.
+        """
+        number = self.watched_save
+        assert number is not None
+        save = _name_of_save(number, self._saves[number - 1])
+        at_boundaries = []
+        in_the_middle = []
+        previous = None
+        for call, change in enumerate(changes, start=1):
+            injection = replace(watch_changes(number), change_number=call)
+            description = f"SIGKILL before change {call} of {len(changes)} in {save}: {change}"
+            fault = Fault(kind="save", description=description, injection=injection)
+            if change == previous:
+                in_the_middle.append(fault)
+            else:
+                at_boundaries.append(fault)
+            previous = change
+        return at_boundaries + in_the_middle
 
     # --- the process ----------------------------------------------------------------------------
 
@@ -358,6 +400,11 @@ class FaultDraw:
         if part is not None:
             position = (part + position) / RANDOM_KILLS
         return lowest + int((self._step_count - lowest) * position)
+
+
+def watch_changes(save_number: int) -> Injection:
+    """Return an injection that lists the system calls by which a save changes files."""
+    return Injection(action=Action.WATCH_CHANGES, moment=Moment.SAVE_BEGINS, count=save_number)
 
 
 def _name_of_save(number: int, save: RecordedSave) -> str:

@@ -118,6 +118,10 @@ def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
     action = case.fault.injection.action
     if obstacles and action in (Action.CUT_CONNECTIONS, Action.PUT_NAN):
         return TrialJudgement(TrialResult.DID_NOT_OCCUR, obstacles[0])
+    changes = case.trial.attempts[0].changes
+    if action == Action.WATCH_CHANGES and len(changes) < (case.fault.injection.change_number or 0):
+        detail = f"this time, the save changed files with only {len(changes)} system calls"
+        return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
     refused_calls = sum(attempt.refused_calls for attempt in case.trial.attempts)
     if case.fault.kind == "io" and refused_calls == 0:
         detail = obstacles[0] if obstacles else "no such read or write was observed"

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from holdfast.chaos.injection.change_watcher import ChangeWatcher
+from holdfast.chaos.injection.listener import CallListener
 from holdfast.chaos.injection.plan import (
     COMMAND_FILE,
     MET_FILE,
@@ -28,7 +30,7 @@ from holdfast.chaos.injection.plan import (
     AttemptPlan,
     Injection,
 )
-from holdfast.chaos.injection.seccomp import Refuser
+from holdfast.chaos.injection.refuser import Refuser
 from holdfast.chaos.trace import RecordedSave, Segment, TraceEvent, read_segment
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
@@ -66,6 +68,8 @@ class TrialAttempt:
         observer_error: The last line of an error message from the observer; empty if there was no
             error.
         refused_calls: The number of writes and reads that the campaign made fail.
+        changes: Descriptions of the system calls by which the watched save changed files, with
+            `Action.WATCH_CHANGES`.
     """
 
     status: int
@@ -76,6 +80,7 @@ class TrialAttempt:
     segments: list[Segment]
     observer_error: str = ""
     refused_calls: int = 0
+    changes: tuple[str, ...] = ()
 
     def events(self, kind: str) -> list[TraceEvent]:
         """Return the events of the given kind from all processes."""
@@ -186,7 +191,7 @@ class Bench:
         (traces / "processes").mkdir(parents=True)
         plan.write(traces)
         tree = Tree(mark) if self.adopts_orphans else None
-        refuser = Refuser(traces, plan) if plan.injection.errno is not None else None
+        listener = _new_listener(traces, plan)
         began = time.monotonic()
         child = self._start(traces, mark)
         assert child.stdout is not None
@@ -199,8 +204,8 @@ class Bench:
             self.command_seconds += seconds
             leftover_processes = end_command(child, mark, tree)
             output.close()
-            if refuser is not None:
-                refuser.close()
+            if listener is not None:
+                listener.close()
         _check_free_space(traces)
         observed = TrialAttempt(
             status=child.wait(),
@@ -210,7 +215,8 @@ class Bench:
             output=output.text(),
             segments=[read_segment(path) for path in sorted(traces.glob("*.jsonl"))],
             observer_error=_read_observer_error(traces),
-            refused_calls=0 if refuser is None else refuser.refused_calls,
+            refused_calls=listener.refused_calls if isinstance(listener, Refuser) else 0,
+            changes=tuple(listener.changes) if isinstance(listener, ChangeWatcher) else (),
         )
         shutil.rmtree(traces, ignore_errors=True)
         return observed
@@ -281,6 +287,15 @@ class Bench:
                 return True
             if fault_time is not None and now - fault_time > injection.later_seconds:
                 _end_fault(injection, child, traces)
+
+
+def _new_listener(traces: Path, plan: AttemptPlan) -> CallListener | None:
+    """Return the listener that an attempt needs for its injection, or None."""
+    if plan.injection.action == Action.WATCH_CHANGES:
+        return ChangeWatcher(traces, plan)
+    if plan.injection.errno is not None:
+        return Refuser(traces, plan)
+    return None
 
 
 class OutputTail:

@@ -82,6 +82,16 @@ def run(
         int,
         typer.Option(min=1, metavar="N", help="Maximum number of restarts per fault."),
     ] = 3,
+    exhaustive_saves: Annotated[
+        bool,
+        typer.Option(
+            "--exhaustive-saves",
+            help=(
+                "Also kill the process before each system call by which a save changes a file."
+                " Give it a large --budget."
+            ),
+        ),
+    ] = False,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write the results as an HTML page.")
     ] = None,
@@ -108,6 +118,7 @@ def run(
                 seed=seed,
                 budget_seconds=_parse_seconds(budget),
                 restarts=restarts,
+                exhaustive_saves=exhaustive_saves,
                 say=_print_progress,
             ).run()
         except KeyboardInterrupt:

@@ -61,6 +61,10 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "chaos": (
         ("holdfast chaos -- python train.py", "all faults, within 10 minutes"),
         ("holdfast chaos --only kill,save -- python train.py", "only these"),
+        (
+            "holdfast chaos --exhaustive-saves --budget 1h -- python train.py",
+            "kill at every point of a save",
+        ),
     ),
 }
 

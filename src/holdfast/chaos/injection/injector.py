@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.injection import clock
-from holdfast.chaos.injection.plan import COMMAND_FILE, MET_FILE, Action, Moment, read_plan
+from holdfast.chaos.injection.plan import (
+    COMMAND_FILE,
+    MET_FILE,
+    WATCH_ENDED_FILE,
+    Action,
+    Moment,
+    read_plan,
+)
 from holdfast.chaos.injection.seccomp import Calls, ask_before
 
 # After sending SIGTERM to the command, this process waits for this long. If the command passes the
@@ -43,6 +50,10 @@ class Injector:
         self._moment = self._injection.moment
         # Whether a file size limit was set, at which the kernel kills this process during a write.
         self._will_cut_write = False
+        # Whether the campaign watches the changes that the planned save makes to files, and whether
+        # that save has returned.
+        self._is_watching = False
+        self._has_watched_save = False
 
     def begin(self) -> None:
         """Inject the faults that affect the process from its start."""
@@ -59,6 +70,8 @@ class Injector:
             count: The number of steps that this process has taken. For a save or an evaluation, the
                 number of this save or evaluation, counted from 1.
         """
+        if self._is_watching:
+            self._end_watching(moment)
         if self._is_due(moment, count):
             assert self._injection.action is not None
             _ACTIONS[self._injection.action](self)
@@ -187,7 +200,7 @@ class Injector:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self._injection.size_bytes, hard_limit))
 
     def _intercept_calls(self, calls: Calls) -> bool:
-        """Let the campaign decide which writes or reads of this process fail (see `seccomp`).
+        """Let the campaign decide about some system calls of this process (see `seccomp`).
 
         Returns:
             Whether the system supports this. If not, the reason is written to the trace.
@@ -199,6 +212,21 @@ class Injector:
             self._write("missed", why=why)
             return False
         return True
+
+    def _watch_changes(self) -> None:
+        """Let the campaign see each system call by which this save changes a file."""
+        self._is_watching = self._intercept_calls(Calls.CHANGE)
+
+    def _end_watching(self, moment: Moment) -> None:
+        """End the watch with the first step after the save.
+
+        Until then, the script may still rename the file, or remove older ones.
+        """
+        if moment == Moment.SAVE_ENDS:
+            self._has_watched_save = True
+        elif moment == Moment.AFTER_STEP and self._has_watched_save:
+            self._is_watching = False
+            (self._folder / WATCH_ENDED_FILE).touch()
 
     def _cut_connections(self) -> None:
         """Shut down every TCP connection of this process."""
@@ -216,6 +244,7 @@ _ACTIONS: dict[Action, Callable[[Injector], None]] = {
     Action.FAIL_WRITE: Injector._refuse_writes,
     Action.CUT_CONNECTIONS: Injector._cut_connections,
     Action.CUT_WRITE: Injector._cut_write,
+    Action.WATCH_CHANGES: Injector._watch_changes,
 }
 
 

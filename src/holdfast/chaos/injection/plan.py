@@ -20,6 +20,8 @@ COMMAND_FILE = "command.pid"
 # The PID of the process into which the fault was injected. The file is created just before the
 # injection.
 MET_FILE = "met"
+# An empty file, which is created when the changes that a save makes to files are no longer watched.
+WATCH_ENDED_FILE = "watch ended"
 
 
 class Moment(StrEnum):
@@ -48,6 +50,7 @@ class Action(StrEnum):
     FILL_DISK = "disk"
     FAIL_WRITE = "EIO"
     CUT_WRITE = "cut write"
+    WATCH_CHANGES = "watch changes"
     CUT_CONNECTIONS = "cut off"
     PUT_NAN = "nan"
     KILL_WORKER = "worker killed"
@@ -70,6 +73,9 @@ class Injection:
         errno: The error number with which writes or reads fail; None if they do not fail.
         refuse_once: Whether only the first affected write or read fails.
         unreadable_file: The file whose reads fail, or None.
+        change_number: With `Action.WATCH_CHANGES`, the number of the system call before which the
+            process is killed, counted from 1 among the calls by which the save changes files. None
+            only lists these calls.
         clock_shift_seconds: By how much the clock is shifted in every process of the attempt.
         reseeded: The name of a random generator to reseed after the first step, or None.
     """
@@ -83,6 +89,7 @@ class Injection:
     errno: int | None = None
     refuse_once: bool = False
     unreadable_file: str | None = None
+    change_number: int | None = None
     clock_shift_seconds: int = 0
     reseeded: str | None = None
 

@@ -1,11 +1,11 @@
-"""Simulate a full or failing disk by making system calls of the training processes fail.
+"""Suspend system calls of the training processes until the campaign has decided about them.
 
 A training process calls `ask_before` to install a seccomp filter. From then on, the kernel suspends
-each of its writes (or reads) until the campaign has decided whether the call fails. The campaign's
-`Refuser` inspects the file, and then makes the call fail or lets it continue.
+each of its calls of a kind, such as its writes. A `CallListener` of the campaign receives the
+suspended call, and lets it continue or makes it fail.
 
 The filter needs Linux 5.7 or later, but no privileges. A filter sees only numbers and addresses,
-but no paths or file sizes, so `Refuser` looks these up. The constants are from
+but no paths or file sizes, so the listener looks these up. The constants are from
 ``linux/seccomp.h``, ``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``, and the
 system-call numbers are from ``asm/unistd.h``.
 """
@@ -14,22 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import platform
-import resource
-import select
 import socket
 import struct
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from stat import S_ISREG
-
-from holdfast.chaos.injection.plan import AttemptPlan
 
 
 class Calls(StrEnum):
@@ -37,6 +30,24 @@ class Calls(StrEnum):
 
     READ = "read"
     WRITE = "write"
+    # All calls that change a file or folder: writes, and calls such as rename and unlink.
+    CHANGE = "change"
+
+
+@dataclass(frozen=True, slots=True)
+class PathCall:
+    """A system call that changes a folder.
+
+    Args:
+        verb: What it does, such as ``"rename"``.
+        path_arguments: The positions of the arguments that point to a path.
+        has_folder_arguments: Whether the argument before each path is the descriptor of the folder
+            that a relative path refers to.
+    """
+
+    verb: str
+    path_arguments: tuple[int, ...]
+    has_folder_arguments: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +60,22 @@ class Architecture:
         seccomp: The number of the system call ``seccomp``.
         writes: The numbers of the system calls that write to a file or change its size.
         reads: The numbers of the system calls that read from a file.
+        path_calls: The system calls that change a folder, by their numbers.
     """
 
     audit_architecture: int
     seccomp: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
+    path_calls: dict[int, PathCall]
+
+    def numbers(self, calls: Calls) -> tuple[int, ...]:
+        """Return the numbers of the system calls of a kind."""
+        if calls == Calls.READ:
+            return self.reads
+        if calls == Calls.WRITE:
+            return self.writes
+        return (*self.writes, *self.path_calls)
 
 
 # In `writes`: write, pwrite64, writev, pwritev, pwritev2, sendfile, copy_file_range, ftruncate.
@@ -65,14 +86,40 @@ ARCHITECTURES = {
         seccomp=317,
         writes=(1, 18, 20, 296, 328, 40, 326, 77),
         reads=(0, 17, 19, 295, 327),
+        path_calls={
+            76: PathCall("truncate", (0,), has_folder_arguments=False),
+            82: PathCall("rename", (0, 1), has_folder_arguments=False),
+            83: PathCall("create the folder", (0,), has_folder_arguments=False),
+            84: PathCall("remove the folder", (0,), has_folder_arguments=False),
+            86: PathCall("link", (0, 1), has_folder_arguments=False),
+            87: PathCall("remove", (0,), has_folder_arguments=False),
+            88: PathCall("create the link", (1,), has_folder_arguments=False),
+            258: PathCall("create the folder", (1,)),
+            263: PathCall("remove", (1,)),
+            264: PathCall("rename", (1, 3)),
+            265: PathCall("link", (1, 3)),
+            266: PathCall("create the link", (2,)),
+            316: PathCall("rename", (1, 3)),
+        },
     ),
     "aarch64": Architecture(
         audit_architecture=0xC00000B7,
         seccomp=277,
         writes=(64, 68, 66, 70, 287, 71, 285, 46),
         reads=(63, 67, 65, 69, 286),
+        path_calls={
+            34: PathCall("create the folder", (1,)),
+            35: PathCall("remove", (1,)),
+            36: PathCall("create the link", (2,)),
+            37: PathCall("link", (1, 3)),
+            38: PathCall("rename", (1, 3)),
+            45: PathCall("truncate", (0,), has_folder_arguments=False),
+            276: PathCall("rename", (1, 3)),
+        },
     ),
 }
+# In `path_calls`, for x86-64: truncate, rename, mkdir, rmdir, link, unlink, symlink, mkdirat,
+# unlinkat, renameat, linkat, symlinkat, renameat2. arm64 has only the newer ones, and truncate.
 # The numbers of copy_file_range on both architectures. Its third argument is the file to write to,
 # whereas the other calls take the file as their first argument.
 COPY_FILE_RANGE = (326, 285)
@@ -88,14 +135,6 @@ SECCOMP_SET_MODE_FILTER = 1
 SECCOMP_FILTER_FLAGS = 1 | 4 | 8 | 16
 SECCOMP_RET_ALLOW = 0x7FFF0000
 SECCOMP_RET_USER_NOTIF = 0x7FC00000
-SECCOMP_USER_NOTIF_FLAG_CONTINUE = 1
-SECCOMP_IOCTL_NOTIF_RECV = 0xC0502100
-SECCOMP_IOCTL_NOTIF_SEND = 0xC0182101
-# The layout of struct seccomp_notif: id, pid, flags, system-call number, architecture, instruction
-# pointer, six arguments.
-NOTIFICATION = struct.Struct("QIIiIQ6Q")
-# The layout of struct seccomp_notif_resp: id, return value, error, flags.
-RESPONSE = struct.Struct("QqiI")
 
 # The opcodes of the filter's instructions.
 LOAD_WORD = 0x20
@@ -105,33 +144,30 @@ RETURN = 0x06
 CALL_OFFSET = 0
 ARCHITECTURE_OFFSET = 4
 
-# How often a `Refuser`'s thread checks whether it should end.
-POLL_MILLISECONDS = 50
-
 
 @contextmanager
-def _socket_address(folder: Path) -> Iterator[str]:
-    """Provide a short address for the `Refuser`'s socket in a folder.
+def socket_address(folder: Path) -> Iterator[str]:
+    """Provide a short address for a listener's socket in a folder.
 
     A socket address has at most 107 bytes, but the folder's path may be longer. The address, which
     is valid while the ``with`` block runs, refers to the folder by a descriptor instead.
     """
     descriptor = os.open(folder, os.O_PATH)
     try:
-        yield f"/proc/self/fd/{descriptor}/refuser"
+        yield f"/proc/self/fd/{descriptor}/listener"
     finally:
         os.close(descriptor)
 
 
 def ask_before(calls: Calls, folder: Path) -> None:
-    """Make the kernel ask a `Refuser` before each write or read of this process.
+    """Make the kernel ask a `CallListener` before each system call of a kind of this process.
 
     The filter that does so applies to all threads and future children of the process, and cannot be
     removed.
 
     Args:
-        calls: Whether the kernel asks before writes or before reads.
-        folder: The trace folder of the attempt, in which the `Refuser` has created its socket.
+        calls: The kind of calls.
+        folder: The trace folder of the attempt, in which the listener has created its socket.
 
     Raises:
         OSError: If no filter can be installed, or if the process already has a filter with a
@@ -140,8 +176,8 @@ def ask_before(calls: Calls, folder: Path) -> None:
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
         raise OSError(errno.ENOSYS, f"not supported on {platform.machine()}")
-    numbers = architecture.writes if calls == Calls.WRITE else architecture.reads
-    with socket.socket(socket.AF_UNIX) as connection, _socket_address(folder) as address:
+    numbers = architecture.numbers(calls)
+    with socket.socket(socket.AF_UNIX) as connection, socket_address(folder) as address:
         connection.connect(address)
         listener = _set_filter(architecture, _filter_program(architecture, numbers))
         socket.send_fds(connection, [b"x"], [listener])
@@ -201,118 +237,3 @@ def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, i
     if listener < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return listener
-
-
-class Refuser:
-    """Decides whether suspended system calls of an attempt fail, and counts the refused calls.
-
-    A `Refuser` runs in a thread of the campaign's process.
-
-    Args:
-        folder: The trace folder of the attempt. The `Refuser` creates a socket in this folder, to
-            which the processes of the attempt connect.
-        plan: The plan of the attempt. The plan's injection has an `errno`, and either an
-            `unreadable_file`, whose reads fail, or `size_bytes`, beyond which files in the
-            workplace cannot grow.
-    """
-
-    def __init__(self, folder: Path, plan: AttemptPlan) -> None:
-        assert plan.injection.errno is not None
-        self._errno = plan.injection.errno
-        self._injection = plan.injection
-        self._writable_folders = plan.writable_folders
-        self.refused_calls = 0
-        self._closing = threading.Event()
-        self._server = socket.socket(socket.AF_UNIX)
-        with _socket_address(folder) as address:
-            self._server.bind(address)
-        self._server.listen()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop answering. Call this method only after all processes of the attempt have ended."""
-        self._closing.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        """Answer suspended calls until `close` is called."""
-        server = self._server.fileno()
-        poll = select.poll()
-        poll.register(server, select.POLLIN)
-        listeners: list[int] = []
-        while not self._closing.is_set():
-            for descriptor, event in poll.poll(POLL_MILLISECONDS):
-                # Answering fails if the process that made the call was killed or was interrupted by
-                # a signal in the meantime.
-                with suppress(OSError):
-                    if descriptor == server:
-                        new_listeners = self._accept()
-                        listeners += new_listeners
-                        for listener in new_listeners:
-                            poll.register(listener, select.POLLIN)
-                    elif event & select.POLLIN:
-                        self._answer(descriptor)
-                    else:
-                        # All processes with the filter of this listener have ended.
-                        poll.unregister(descriptor)
-        self._server.close()
-        for listener in listeners:
-            os.close(listener)
-
-    def _accept(self) -> list[int]:
-        """Return a newly connected process's listener in a list, empty if it has set no filter."""
-        connection, _ = self._server.accept()
-        with connection:
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-        return list(descriptors)
-
-    def _answer(self, listener: int) -> None:
-        """Receive one suspended call, and either make it fail or let it continue."""
-        buffer = bytearray(NOTIFICATION.size)
-        fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_RECV, buffer)
-        identity, process, _, call, _, _, *arguments = NOTIFICATION.unpack(buffer)
-        refused = False
-        # The process may have ended in the meantime.
-        with suppress(OSError):
-            refused = self._should_refuse(process, call, arguments)
-        error = 0
-        flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE
-        if refused:
-            self.refused_calls += 1
-            error = -self._errno
-            flags = 0
-        fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_SEND, RESPONSE.pack(identity, 0, error, flags))
-
-    def _should_refuse(self, process: int, call: int, arguments: list[int]) -> bool:
-        """Return whether a system call must fail.
-
-        Args:
-            process: The PID of the process that makes the call.
-            call: The number of the system call.
-            arguments: The six arguments of the call.
-        """
-        if self._injection.refuse_once and self.refused_calls:
-            return False
-        file_descriptor = arguments[2] if call in COPY_FILE_RANGE else arguments[0]
-        file = Path(f"/proc/{process}/fd/{file_descriptor}")
-        path = file.readlink()
-        if self._injection.unreadable_file is not None:
-            return path == Path(self._injection.unreadable_file)
-        status = file.stat()
-        if not S_ISREG(status.st_mode):
-            return False
-        if not any(path.is_relative_to(folder) for folder in self._writable_folders):
-            return False
-        # `ftruncate` extends a file up to its new size, so its last byte is at the new size minus
-        # 1. A write is assumed to start at the end of the file.
-        position = arguments[1] - 1 if call in FTRUNCATE else status.st_size
-        assert self._injection.size_bytes is not None
-        if position < self._injection.size_bytes:
-            return False
-        if self._injection.refuse_once:
-            # Lift the file size limit that `Injector` has set, which would also cut short the
-            # writes that follow.
-            _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
-            resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
-        return True
