@@ -115,21 +115,7 @@ def supervise(
         if mirror is not None and is_observed and not (resume or _had_a_guard(outcome)):
             write_to_stderr_within(_NOTHING_MIRRORED, _PATIENCE_SECONDS)
     if as_json:
-        from holdfast.cli.output import print_json
-
-        summary: dict[str, Any] = {
-            "run": str(outcome.run_path),
-            "exit_code": outcome.exit_code,
-            "attempts": outcome.attempts,
-            "seconds": round(outcome.seconds, 3),
-            "why_stopped": outcome.why,
-            "verdict": outcome.verdict.as_json(),
-        }
-        if resume:
-            summary["saved"] = _was_saved(outcome)
-        # A closed pipe must not change the exit code.
-        with contextlib.suppress(OSError, SystemExit):
-            print_json(summary, indent=None)
+        _print_summary(outcome, resume=resume)
     sys.exit(outcome.exit_code)
 
 
@@ -153,6 +139,30 @@ def _print_complete(run_path: Path, *, quiet: bool, as_json: bool) -> None:
 
         why = "the run is complete"
         summary = {"run": str(run_path), "exit_code": 0, "attempts": 0, "why_stopped": why}
+        print_json(summary, indent=None)
+
+
+def _print_summary(outcome: RunOutcome, *, resume: bool) -> None:
+    """Print the outcome of a run as JSON.
+
+    Args:
+        outcome: The outcome of the run.
+        resume: Whether the script was to be saved.
+    """
+    from holdfast.cli.output import print_json
+
+    summary: dict[str, Any] = {
+        "run": str(outcome.run_path),
+        "exit_code": outcome.exit_code,
+        "attempts": outcome.attempts,
+        "seconds": round(outcome.seconds, 3),
+        "why_stopped": outcome.why,
+        "verdict": outcome.verdict.as_json(),
+    }
+    if resume:
+        summary["saved"] = _was_saved(outcome)
+    # A closed pipe must not change the exit code.
+    with contextlib.suppress(OSError, SystemExit):
         print_json(summary, indent=None)
 
 
