@@ -126,17 +126,17 @@ def test_python_that_is_shown_is_python_and_names_what_exists(frameworks: bool) 
                 )
 
 
+GUIDE = sorted((DOCS / "guide").glob("*.md"))
 _SCRIPTS = {
     block.title: block.text
-    for block in blocks(DOCS / "guide" / "guard.md")
-    if block.title != "ddp.py"
+    for page in GUIDE
+    for block in blocks(page)
+    if "max_epochs=4" in block.text and block.title
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, text in _SCRIPTS.items() if "max_epochs=4" in text]
-)
-def test_a_script_of_the_guide_to_guard_runs_and_goes_on_where_it_was_stopped(
+@pytest.mark.parametrize("name", list(_SCRIPTS))
+def test_a_script_of_the_guide_runs_and_goes_on_where_it_was_stopped(
     name: str, tmp_path: Path
 ) -> None:
     """It prints the same whether its epochs were made by one process or by two."""
@@ -156,7 +156,7 @@ def test_a_script_of_the_guide_to_guard_runs_and_goes_on_where_it_was_stopped(
 def test_methods_of_a_guard_that_are_named_exist() -> None:
     """`guard.something` in a page of docs is a public name of `Guard`."""
     guard = importlib.import_module("holdfast").Guard
-    for page in [DOCS / "tutorial.md", DOCS / "promises.md", DOCS / "why.md", *HOW_TOS]:
+    for page in [DOCS / "tutorial.md", DOCS / "promises.md", DOCS / "why.md", *HOW_TOS, *GUIDE]:
         for name in re.findall(r"\bguard\.(?!md\b)([a-z]\w*)", page.read_text(encoding="utf-8")):
             assert hasattr(guard, name) or name in {
                 "policy",

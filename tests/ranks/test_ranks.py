@@ -574,7 +574,7 @@ def test_the_script_of_the_guide_goes_on_after_a_rank_was_killed(tmp_path):
     All start again and go on, and end as if nothing had been.
     """
     (script,) = (
-        block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == "ddp.py"
+        block.text for block in blocks(DOCS / "guide" / "ranks.md") if block.title == "ddp.py"
     )
     body = "for batch in guard.batches(max_epochs=2):\n"
     assert body in script

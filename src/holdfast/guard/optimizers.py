@@ -190,7 +190,7 @@ def _check_computes_one_gradient(name: str, optimizer: Any) -> None:
                 ),
                 fix=(
                     "let the loss function return the loss at the perturbed weights, and pass the"
-                    " base optimizer to Guard. See 'Two-pass optimizers' in the guide to Guard."
+                    " base optimizer to Guard. See docs/guide/optimizers.md."
                 ),
                 rule="H107",
             )
