@@ -243,7 +243,8 @@ def _describe_tried(report: CampaignReport) -> str:
             sentence += ", apart from the NaN in its data"
         return sentence
     repeating = sum(1 for row in tried if row.result == TrialResult.WORK_LOST)
-    sentence = f"{survived} and is the same run after {passed + repeating} of them"
+    same = passed + repeating
+    sentence = f"{survived} and is the same run after {same or 'none'} of them"
     if repeating:
         sentence += f", but repeats work that was already saved after {repeating}"
     return sentence

@@ -217,7 +217,7 @@ def test_a_guard_alone_has_its_pace_and_its_goodput(
         "down": 87.0,
     }
     assert facts["time in steps"][0] == f"{7.5 / 108.5:.1%}"
-    assert (facts["steps a second"], facts["samples a second"]) == (["1", "10"], ["8", ""])
+    assert (facts["steps per second"], facts["samples per second"]) == (["1", "10"], ["8", ""])
     assert (facts["checkpoints"], facts["attempts"]) == (["0", ""], ["3", "1"])
     drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}
     assert [round(length / 1000, 1) for length in drawn["training"]["x"]] == [9.5, 2.0, 9.0]

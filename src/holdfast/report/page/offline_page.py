@@ -122,9 +122,10 @@ def as_html(value: object, most: int = 2000, *, lines: bool = False) -> Markup:
 
 
 def _prose(value: str) -> Markup:
-    """Return escaped HTML in which text between backticks is formatted as code."""
+    """Return escaped HTML in which text between backticks is code, and "5 %" stays on one line."""
     # Use a plain string, because a `Markup` would also escape the new tags.
     text = str(as_html(value, 4000))
+    text = re.sub(r"(\d) %", "\\1\N{NO-BREAK SPACE}%", text)
     return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704 - `as_html` has escaped it
 
 

@@ -139,10 +139,10 @@ def _throughput(run: GatheredRun) -> dict[str, str]:
     )
     if steps_per_second is None:
         return {}
-    rates = {"steps a second": steps_per_second}
+    rates = {"steps per second": steps_per_second}
     samples_per_step = _samples_per_step(run)
     if samples_per_step is not None:
-        rates["samples a second"] = steps_per_second * samples_per_step
+        rates["samples per second"] = steps_per_second * samples_per_step
     return {title: three_digits(rate) for title, rate in rates.items()}
 
 

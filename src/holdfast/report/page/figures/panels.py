@@ -56,6 +56,7 @@ class Panel:
         may_be_logarithmic: Whether to use a logarithmic axis if values span orders of magnitude.
         own_scale: Whether the steps are not optimizer steps, so that the panel needs its own step
             axis.
+        size: Height of the panel, as a multiple of the height of the smallest ones.
     """
 
     curves: tuple[str, ...]
@@ -63,11 +64,12 @@ class Panel:
     unit: str = ""
     may_be_logarithmic: bool = False
     own_scale: bool = False
+    size: int = 1
 
 
 # The panels from top to bottom. A panel without curves is omitted.
 _PANELS = (
-    Panel(curves=("loss",), title="loss", may_be_logarithmic=True),
+    Panel(curves=("loss",), title="loss", may_be_logarithmic=True, size=2),
     Panel(curves=("grad_norm",), title="gradient norm", may_be_logarithmic=True),
     Panel(curves=("learning_rate",), title="learning rate"),
     Panel(
@@ -146,21 +148,20 @@ class PanelArea:
     height: float
 
 
-def panel_area(number: int, panels: int) -> PanelArea:
-    """Return the position of a panel in the figure.
-
-    Args:
-        number: Number of the panel, counted from 0 at the top.
-        panels: Number of panels in the figure.
-    """
-    # Plotly numbers axes from 1, but omits the number of the first one.
-    gap = _GAPS_SHARE / panels if panels > 1 else 0.0
-    height = (1 - gap * (panels - 1)) / panels
-    return PanelArea(
-        axis="" if number == 0 else str(number + 1),
-        bottom=1 - number * (height + gap) - height,
-        height=height,
-    )
+def panel_areas(panels: Sequence[Panel]) -> list[PanelArea]:
+    """Return the positions of the panels in the figure, which are given from top to bottom."""
+    total_size = sum(panel.size for panel in panels)
+    gap = _GAPS_SHARE / total_size
+    unit = (1 - gap * (len(panels) - 1)) / total_size
+    areas = []
+    top = 1.0
+    for number, panel in enumerate(panels, start=1):
+        height = unit * panel.size
+        # Plotly numbers axes from 1, but omits the number of the first one.
+        axis = "" if number == 1 else str(number)
+        areas.append(PanelArea(axis=axis, bottom=top - height, height=height))
+        top -= height + gap
+    return areas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

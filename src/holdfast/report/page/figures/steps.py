@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.report.curves import Curve
 from holdfast.report.page.figures.event_marks import Mark, mark_traces
-from holdfast.report.page.figures.panels import PanelDrawing, panel_area, present_panels
+from holdfast.report.page.figures.panels import PanelDrawing, panel_areas, present_panels
 from holdfast.report.page.figures.plotly_values import Figure
 from holdfast.report.run_snapshot import Lane
 from holdfast.report.severity import severity
@@ -49,10 +49,10 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
     marks = _event_traces(lanes, events)
     named_lanes = _with_short_names(lanes)
     data: list[Figure] = []
-    layout = _layout(len(panels), has_legend=len(lanes) > 1 or bool(marks))
+    total_size = sum(panel.size for panel in panels)
+    layout = _layout(total_size, has_legend=len(lanes) > 1 or bool(marks))
     lowest_shared_axis = "y"
-    for number, panel in enumerate(panels):
-        area = panel_area(number, len(panels))
+    for panel, area in zip(panels, panel_areas(panels), strict=True):
         drawing = PanelDrawing(panel, named_lanes, area=area)
         data += drawing.traces()
         layout |= drawing.axes()
@@ -126,9 +126,14 @@ def _is_equal(curve: Curve, other: Curve) -> bool:
     )
 
 
-def _layout(panels: int, *, has_legend: bool) -> Figure:
-    """Return the initial layout of the figure, to which each panel adds its axes and its title."""
-    pixels = _PANEL_PIXELS * panels
+def _layout(total_size: int, *, has_legend: bool) -> Figure:
+    """Return the initial layout of the figure, to which each panel adds its axes and its title.
+
+    Args:
+        total_size: The sum of the panels' sizes.
+        has_legend: Whether the figure has a legend below the panels.
+    """
+    pixels = _PANEL_PIXELS * total_size
     return {
         "height": _TOP_PIXELS + _BOTTOM_PIXELS + pixels,
         "hovermode": "x",
