@@ -236,8 +236,6 @@ class VariableWriter:
     def _tensor(self, value: torch.Tensor, number: int) -> Saved:
         if self._large_data.is_unchanged(value):
             return {"kind": "unchanged"}
-        if value.layout is not torch.strided or value.is_meta:
-            return _omitted(value)
         if self._only_small and value.nbytes > SMALL_BYTES:
             return _placeholder(value, device=str(value.device))
         if value.nbytes > _limit_of(value):
