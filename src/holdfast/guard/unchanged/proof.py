@@ -50,7 +50,7 @@ def describe_boundary(
         "batch": _digest_of_batch(batch, 0),
         "random": _digest_of_random_state(random_state),
         "settings": {name: _settings_of(optimizer) for name, optimizer in optimizers.items()},
-        "counters": {
+        "integers": {
             name: value for name, value in variables.items() if type(value) in (int, bool)
         },
     }
@@ -230,7 +230,7 @@ def _difference(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
             change = _changed_value(group, group_now)
             if change is not None:
                 return f"in parameter group {number} of optimizer {name!r}, {change}"
-    change = _changed_value(expected["counters"], now["counters"])
+    change = _changed_value(expected["integers"], now["integers"])
     return None if change is None else f"variable {change}"
 
 

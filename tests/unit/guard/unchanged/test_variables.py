@@ -17,11 +17,11 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import HoldfastError
-from holdfast.guard.unchanged.large_data import LargeData
-from holdfast.guard.unchanged.stack import is_script_file
-from holdfast.guard.unchanged.variable_kinds import storage_address
-from holdfast.guard.unchanged.variable_reader import VariableReader
-from holdfast.guard.unchanged.variable_writer import VariableWriter
+from holdfast.guard.unchanged.frames import is_script_file
+from holdfast.guard.unchanged.variables.kinds import storage_address
+from holdfast.guard.unchanged.variables.large_data import LargeData
+from holdfast.guard.unchanged.variables.reader import VariableReader
+from holdfast.guard.unchanged.variables.writer import VariableWriter
 
 
 class Phase(enum.Enum):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.guard.unchanged.variable_kinds import SMALL_BYTES
+from holdfast.guard.unchanged.variables.kinds import SMALL_BYTES
 
 # On an accelerator, a checksum adds up this number of bytes at once.
 _BYTES_OF_CHECKSUM_ROW = 4096

@@ -64,16 +64,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.checkpoint.codec import Encoder
 from holdfast.core.errors import CheckpointError
-from holdfast.guard.unchanged.stack import is_script_class, is_script_file
+from holdfast.guard.unchanged.frames import is_script_class, is_script_file
 from holdfast.loader.random_state import GENERATOR_TYPES
 
 # The saved form of a variable: a scalar, or a dict with the entry "kind".
 Saved = Any
+# The saved variables of the script, by namespace and name; see ``namespaces``.
+SavedVariables = dict[str, dict[str, Saved]]
 
 SCALARS = (bool, int, float, str, type(None))
 # Values without parts that a checkpoint can store.
@@ -128,7 +130,7 @@ def kind_of(value: Any) -> str:
 
 def _is_storable_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has dense memory of its own, which a checkpoint can store."""
-    if has_type(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         # A lazy parameter raises an error when it is asked for its layout or size.
         return False
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
