@@ -281,6 +281,15 @@ for inputs, labels in loader:
 
 
 VARIANTS = {
+    "variables that no checkpoint can store": """
+import numpy
+adjacency = torch.eye(100).expand(300, 100, 100).to_sparse()
+window = numpy.ones(4, numpy.complex64)
+masked = numpy.ma.array([1.0, 2.0], mask=[False, True])
+for epoch in range(4):
+    for inputs, labels in loader:
+        train_on(inputs, labels)
+""",
     "the last batch is used between epochs": """
 for epoch in range(4):
     for inputs, labels in loader:

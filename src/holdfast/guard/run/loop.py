@@ -594,7 +594,7 @@ class Loop:
 
     def report_lost_gradients(self) -> None:
         """Report that a checkpoint is saved in the middle of an accumulation of gradients."""
-        if self._own_steps.has_gradients:
+        if self._own_steps.has_called_backward:
             why = (
                 "none for the batches since the last optimizer step, because this checkpoint is"
                 " saved before the step for which the loop accumulates their gradients, and a"

@@ -5,14 +5,15 @@ optimizer hooks then report each step of a guarded optimizer, so that steps are 
 and saved as usual. Such a step cannot be taken back: NaN, Inf and spikes are reported, but the
 batch takes effect.
 
-Steps that no checkpoint could contain are refused before they change a weight.
+Steps that no checkpoint could contain are refused before they change a weight;
+``own_step_refusals`` has the errors.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -24,10 +25,15 @@ from torch.optim.optimizer import (
 
 from holdfast.core.errors import BatchError
 from holdfast.core.events import run_events
-from holdfast.core.policy.policy import Policy
 from holdfast.guard.phase import RunState
 from holdfast.guard.run.backward_losses import BackwardLosses, has_gradients
 from holdfast.guard.run.fetch_ahead import FetchAhead
+from holdfast.guard.run.own_step_refusals import (
+    mixed_steps,
+    settings_without_effect,
+    step_of_unknown_optimizer,
+    step_outside_guard,
+)
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.taken_steps import (
     TakenStep,
@@ -46,17 +52,6 @@ _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 # may be frozen, and receive gradients only because they pass through it.
 _MOST_BATCHES_OF_A_STEP = 100
 
-# Settings that only `Guard.step` carries out, with the values that ask for nothing. A loop that
-# relies on another value would train without it and see no difference.
-_SETTINGS_OF_GUARDED_STEPS: Mapping[str, tuple[object, ...]] = {
-    "max_grad_norm": (None,),
-    "precision": ("fp32",),
-    "micro_batch_size": ("auto", None),
-    "drop_nonfinite_samples": (False,),
-    "repeat_step_interval": (None,),
-    "spike_action": ("warn",),
-}
-
 # The code of the function in which torch wraps the ``step`` of every optimizer to call the hooks.
 _STEP_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 
@@ -71,7 +66,8 @@ class OwnSteps:
         session: The session of the run.
         open_again: Function that opens the run again if the script has closed it in its loop.
         note_new_weights: Function that is called after each step, when the weights have changed.
-        why_not: Why this run must take all its steps with `Guard.step`, or None if it need not.
+        why_only_guarded: Why this run must take all its steps with `Guard.step`, or None if it need
+            not.
     """
 
     def __init__(
@@ -79,17 +75,18 @@ class OwnSteps:
         session: Session,
         open_again: Callable[[], None],
         note_new_weights: Callable[[], None],
-        why_not: str | None,
+        why_only_guarded: str | None,
     ) -> None:
         self._session = session
         self._open_again = open_again
         self._note_new_weights = note_new_weights
-        self._why_not = why_not
+        self._why_only_guarded = why_only_guarded
         self._record = session.record
         self._state = session.state
         self._parts = session.parts
         self._clock = session.clock
-        self._parameters: set[int] = set()
+        # The `id` of each parameter of the guarded models, as of the beginning of the loop.
+        self._parameter_ids: set[int] = set()
         # Whether the script has called `Guard.step`.
         self._guard_has_stepped = False
         # Whether the loop has stepped a guarded optimizer.
@@ -97,9 +94,11 @@ class OwnSteps:
         # Whether there were gradients before the loop. If so, gradients do not show that the loop
         # accumulates them. True until a loop begins.
         self._had_gradients = True
-        # The optimizer whose step is in progress, or has failed. None otherwise.
+        # The optimizer whose step is in progress, or has raised an error that `_note_failure` has
+        # not recorded yet. None otherwise.
         self._stepping: Optimizer | None = None
-        # The number of its nested calls, as in a subclass whose ``step`` calls ``super().step()``.
+        # The number of nested calls of its ``step``, as in a subclass whose ``step`` calls
+        # ``super().step()``.
         self._nested_calls = 0
         # The name of an optimizer that has raised an error in its step, until `take_failure`.
         self._failed: str | None = None
@@ -107,15 +106,18 @@ class OwnSteps:
         self._stepped_in_batch = False
         # The number of batches since the last step of each optimizer, or since the loop began.
         self._batches_since_step = dict.fromkeys(session.parts.optimizers, 0)
-        self._unseen = UnseenSteps(session)
+        self._unseen_steps = UnseenSteps(session)
         self._fetch_ahead = FetchAhead(session.record)
         # Whether the previous loop ended between a call of ``backward`` and the step.
         self._left_with_gradients = False
-        self._taken = TakenSteps(session)
-        self._losses = BackwardLosses(session.parts)
+        self._taken_steps = TakenSteps(session)
+        self._backward_losses = BackwardLosses(session.parts)
         # The norm of the gradients of the step in progress.
         self._grad_norm: HostCopy | None = None
+        # The time of the newest step, or of the beginning of the loop, on the monotonic clock.
         self._last_step_at = 0.0
+        # Functions that remove the hooks. Python also calls them if this object is freed.
+        self._hook_removers: list[Callable[[], Any]] = []
         _states.add(session.state)
 
     # --- what the loop asks
@@ -123,7 +125,7 @@ class OwnSteps:
     @property
     def are_recorded(self) -> bool:
         """Return whether the newest step has been recorded, so that `flush` does nothing."""
-        return self._taken.are_recorded
+        return self._taken_steps.are_recorded
 
     @property
     def accumulates(self) -> bool:
@@ -132,7 +134,11 @@ class OwnSteps:
         The state between two batches of such a step is not saved, because a checkpoint holds no
         gradients.
         """
-        if self._why_not is not None or self._guard_has_stepped or self._unseen.were_found:
+        if (
+            self._why_only_guarded is not None
+            or self._guard_has_stepped
+            or self._unseen_steps.were_found
+        ):
             return False
         if self._loop_has_stepped:
             return not self._stepped_in_batch or any(
@@ -141,15 +147,15 @@ class OwnSteps:
                 for name, batches in self._batches_since_step.items()
             )
         # Before the first step, new gradients exist only if the loop has called backward.
-        return not self._had_gradients and self._has_gradients()
+        return not self._had_gradients and self._any_gradient_exists()
 
-    def _has_gradients(self) -> bool:
+    def _any_gradient_exists(self) -> bool:
         return any(parameter.grad is not None for _, parameter in self._parts.named_parameters())
 
     @property
-    def has_gradients(self) -> bool:
+    def has_called_backward(self) -> bool:
         """Return whether the loop has called ``backward`` on a loss since its last step."""
-        return self.accumulates and (self._losses.are_seen or self._left_with_gradients)
+        return self.accumulates and (self._backward_losses.are_seen or self._left_with_gradients)
 
     def begin_batch(self) -> None:
         """Record that the loop body receives a batch."""
@@ -157,20 +163,23 @@ class OwnSteps:
         for name in self._batches_since_step:
             self._batches_since_step[name] += 1
         if self._may_miss_steps:
-            self._unseen.begin_batch()
+            self._unseen_steps.begin_batch()
 
     def end_batch(self) -> None:
         """Record that the loop body has finished with its batch."""
         if self._stepping is not None:
             self._note_failure()
-        self._fetch_ahead.end_batch(was_used=self._stepped_in_batch or self._losses.are_seen)
-        if self._may_miss_steps and self._losses.are_seen:
-            self._unseen.end_batch()
+        was_used = self._stepped_in_batch or self._backward_losses.are_seen
+        self._fetch_ahead.end_batch(was_used=was_used)
+        if self._may_miss_steps and self._backward_losses.are_seen:
+            self._unseen_steps.end_batch()
 
     @property
     def _may_miss_steps(self) -> bool:
         """Return whether no step was counted yet, so that the loop's steps may not be visible."""
-        return not (self._loop_has_stepped or self._guard_has_stepped or self._unseen.were_found)
+        return not (
+            self._loop_has_stepped or self._guard_has_stepped or self._unseen_steps.were_found
+        )
 
     def take_failure(self) -> str | None:
         """Return the name of an optimizer whose step has failed since the last call, or None."""
@@ -180,7 +189,7 @@ class OwnSteps:
 
     def flush(self) -> None:
         """Record the newest step, and wait for its loss and gradient norm if necessary."""
-        self._taken.flush()
+        self._taken_steps.flush()
 
     def note_guarded_step(self) -> None:
         """Record that the script calls `Guard.step`.
@@ -189,10 +198,10 @@ class OwnSteps:
             BatchError: H212 if the loop has stepped a guarded optimizer itself.
         """
         if self._loop_has_stepped:
-            raise _mixed_steps("guard.step was called after the loop stepped an optimizer itself")
+            raise mixed_steps("guard.step was called after the loop stepped an optimizer itself")
         if not self._guard_has_stepped:
             self._guard_has_stepped = True
-            self._losses.stop()
+            self._backward_losses.stop()
 
     # --- the context
 
@@ -201,16 +210,16 @@ class OwnSteps:
         self._left_with_gradients = False
         self._fetch_ahead.begin_loop()
         self._batches_since_step = dict.fromkeys(self._parts.optimizers, 0)
-        self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
-        self._had_gradients = self._has_gradients()
+        self._parameter_ids = {id(parameter) for _, parameter in self._parts.named_parameters()}
+        self._had_gradients = self._any_gradient_exists()
         self._last_step_at = self._clock.monotonic_seconds()
-        if self._why_not is None and not self._guard_has_stepped:
-            self._losses.start()
+        if self._why_only_guarded is None and not self._guard_has_stepped:
+            self._backward_losses.start()
 
     def end_loop(self) -> None:
         """Record the last step of the loop."""
-        self._left_with_gradients = self.has_gradients
-        self._losses.stop()
+        self._left_with_gradients = self.has_called_backward
+        self._backward_losses.stop()
         self.end_batch()
         self.flush()
 
@@ -230,16 +239,15 @@ class OwnSteps:
             if own_steps is not None:
                 own_steps.after_step(optimizer)
 
-        self._handles = [
+        handles = [
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),
         ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+        self._hook_removers = [weakref.finalize(self, handle.remove) for handle in handles]
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for remove_hook in self._hook_removers:
+            remove_hook()
         self.end_loop()
 
     # --- the hooks
@@ -264,7 +272,7 @@ class OwnSteps:
         if self._state.is_changing or any(state.is_changing for state in _states):
             return
         name = self._name_of(optimizer)
-        if name is None and not self._moves_guarded_parameters(optimizer):
+        if name is None and not self._changes_guarded_parameters(optimizer):
             return
         error = self._refusal(optimizer, name)
         if error is not None:
@@ -290,10 +298,10 @@ class OwnSteps:
         self._state.committed()
         self._note_new_weights()
         now = self._clock.monotonic_seconds()
-        self._taken.add(
+        self._taken_steps.add(
             TakenStep(
                 optimizer=name,
-                loss=copy_to_host(self._losses.take()),
+                loss=copy_to_host(self._backward_losses.take()),
                 grad_norm=self._grad_norm,
                 may_be_skipped=getattr(optimizer, "found_inf", None) is not None,
                 seconds=now - self._last_step_at,
@@ -330,14 +338,14 @@ class OwnSteps:
     def _refusal(self, optimizer: Optimizer, name: str | None) -> BatchError | None:
         """Return the error for a step that changes guarded parameters, or None if it is allowed."""
         if name is None:
-            return _step_of_unknown_optimizer(optimizer)
-        if self._why_not is not None:
-            return _step_outside_guard(name, self._why_not)
+            return step_of_unknown_optimizer(optimizer)
+        if self._why_only_guarded is not None:
+            return step_outside_guard(name, self._why_only_guarded)
         if self._guard_has_stepped:
-            return _mixed_steps(f"the loop stepped optimizer {name!r} itself, after guard.step")
+            return mixed_steps(f"the loop stepped optimizer {name!r} itself, after guard.step")
         if self._loop_has_stepped:
             return None
-        return _settings_without_effect(name, self._session.policy)
+        return settings_without_effect(name, self._session.policy)
 
     def _name_of(self, optimizer: Optimizer) -> str | None:
         """Return an optimizer's name in the guard, or None if it was not passed to the guard."""
@@ -346,9 +354,9 @@ class OwnSteps:
                 return name
         return None
 
-    def _moves_guarded_parameters(self, optimizer: Optimizer) -> bool:
+    def _changes_guarded_parameters(self, optimizer: Optimizer) -> bool:
         return any(
-            id(parameter) in self._parameters
+            id(parameter) in self._parameter_ids
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
@@ -363,58 +371,3 @@ def _calls_in_progress(optimizer: Optimizer) -> int:
             calls += 1
         frame = frame.f_back
     return calls
-
-
-def _step_of_unknown_optimizer(optimizer: Optimizer) -> BatchError:
-    return BatchError(
-        f"the loop stepped a {type(optimizer).__name__} that the guard does not hold",
-        limit="it changes parameters of a guarded model, and no checkpoint would hold its state",
-        fix="pass it to Guard (optimizer=...).",
-        rule="H212",
-    )
-
-
-def _step_outside_guard(name: str, why: str) -> BatchError:
-    return BatchError(
-        f"the loop stepped optimizer {name!r} outside of guard.step",
-        limit=why,
-        fix=(
-            "replace zero_grad, backward and step with guard.step(batch, loss_fn), where loss_fn"
-            " returns the loss. To step one of several optimizers: guard.step(batch, loss_fn,"
-            f" optimizer={name!r})."
-        ),
-        rule="H212",
-    )
-
-
-def _settings_without_effect(name: str, policy: Policy) -> BatchError | None:
-    """Return the error for settings that a loop with its own steps would not get, or None."""
-    ignored = {
-        setting: getattr(policy, setting)
-        for setting, unused in _SETTINGS_OF_GUARDED_STEPS.items()
-        if getattr(policy, setting) not in unused
-    }
-    if not ignored:
-        return None
-    listed = ", ".join(f"{setting}={value!r}" for setting, value in ignored.items())
-    defaults = ", ".join(
-        f"{setting}={_SETTINGS_OF_GUARDED_STEPS[setting][0]!r}" for setting in ignored
-    )
-    return BatchError(
-        f"the loop stepped optimizer {name!r} itself, but the run has {listed}",
-        limit="only guard.step applies such settings; they have no effect on steps of the loop",
-        fix=f"do this in the loop and set {defaults}, or take the steps with guard.step.",
-        rule="H212",
-    )
-
-
-def _mixed_steps(problem: str) -> BatchError:
-    return BatchError(
-        problem,
-        limit="a run takes all its steps with guard.step, or none of them",
-        fix=(
-            "use guard.step(batch, loss_fn, optimizer=...) for every optimizer of the guard, or"
-            " call backward and optimizer.step() for every one of them."
-        ),
-        rule="H212",
-    )

@@ -23,7 +23,7 @@ from holdfast.guard.stop import StopRequest
 
 # The time of this many saves is kept free at the end. The last save has to wait for a save that may
 # have just started in the background.
-_SAVES = 2
+_SAVES_AT_END = 2
 # The assumed duration of a save before one was measured, in seconds. It is the time between SIGTERM
 # and SIGKILL that Slurm (`KillWait`) and Kubernetes (`terminationGracePeriodSeconds`) allow by
 # default, so a save that takes longer would not survive a SIGTERM either.
@@ -44,7 +44,7 @@ class _Deadline:
     # The time on the monotonic clock, in seconds.
     seconds: float
     # What happens at that time, as a clause.
-    what: str
+    consequence: str
     # The time that is kept free for what follows the last save, in seconds.
     exit_seconds: float = 0.0
 
@@ -108,18 +108,21 @@ class TimeLimit:
         if not self._has_begun:
             self._begin(now)
         self._measure_step(now)
-        step_seconds = self._longest_step_seconds or self._first_step_seconds
+        step_seconds = self._longest_step_seconds
+        if step_seconds is None:
+            step_seconds = self._first_step_seconds
         if self._deadline is None or step_seconds is None:
             return
         save_seconds = self._saving.longest_save_seconds()
         if save_seconds is None:
             save_seconds = _UNMEASURED_SAVE_SECONDS
         remaining = self._deadline.seconds - now
-        needed = (1 + self._steps_until_stop) * step_seconds + _SAVES * save_seconds
+        needed = (1 + self._steps_until_stop) * step_seconds + _SAVES_AT_END * save_seconds
         if remaining <= needed + self._deadline.exit_seconds:
             reason = (
-                f"max_time: {duration(max(0.0, remaining))} until {self._deadline.what}; a step"
-                f" takes up to {duration(step_seconds)} and a save up to {duration(save_seconds)}"
+                f"max_time: {duration(max(0.0, remaining))} until {self._deadline.consequence};"
+                f" a step takes up to {duration(step_seconds)}"
+                f" and a save up to {duration(save_seconds)}"
             )
             self._stop.request(reason, ends_process=True)
 
@@ -132,7 +135,7 @@ class TimeLimit:
         self._has_begun = True
         self._last_step = self._record.global_step
         self._last_time = now
-        deadlines = [self._end_of_budget(now), self._end_of_job(now)]
+        deadlines = [self._deadline_of_max_time(now), self._deadline_of_job(now)]
         self._deadline = min(
             (deadline for deadline in deadlines if deadline is not None),
             key=lambda deadline: deadline.seconds - deadline.exit_seconds,
@@ -140,7 +143,7 @@ class TimeLimit:
         )
         if self._deadline is not None:
             end = self._clock.unix_seconds() + self._deadline.seconds - now
-            self._record.emit(run_events.TimeLimited(end=end, what=self._deadline.what))
+            self._record.emit(run_events.TimeLimited(end=end, what=self._deadline.consequence))
 
     def _measure_step(self, now: float) -> None:
         """Measure the step before this boundary. If there was none, its time counts to the next.
@@ -158,18 +161,18 @@ class TimeLimit:
         else:
             self._longest_step_seconds = max(self._longest_step_seconds or 0.0, seconds)
 
-    def _end_of_budget(self, now: float) -> _Deadline | None:
+    def _deadline_of_max_time(self, now: float) -> _Deadline | None:
         """Return when `Policy.max_time` has passed. None if it is ``"auto"``."""
         if self._max_time is None or self._max_time == "auto":
             return None
         # The difference is negative if the clock is not the system's.
-        age = max(0.0, self._clock.unix_seconds() - _process_started())
+        age = max(0.0, self._clock.unix_seconds() - _process_start_time())
         return _Deadline(
             seconds=now - age + seconds_of(self._max_time),
-            what=f"the process has run for {self._max_time}",
+            consequence=f"the process has run for {self._max_time}",
         )
 
-    def _end_of_job(self, now: float) -> _Deadline | None:
+    def _deadline_of_job(self, now: float) -> _Deadline | None:
         """Return when Slurm ends the job. None without Slurm, or if the time is unknown."""
         job = job_of(os.environ)
         if job is None:
@@ -182,12 +185,12 @@ class TimeLimit:
             return None
         return _Deadline(
             seconds=now + end - unix_now,
-            what=f"Slurm ends job {job}",
+            consequence=f"Slurm ends job {job}",
             exit_seconds=_EXIT_SECONDS,
         )
 
 
-def _process_started() -> float:
+def _process_start_time() -> float:
     """Return the Unix time at which this process was started."""
     # Split after the last parenthesis, because the name of the process, which is in parentheses,
     # may itself contain spaces and parentheses.

@@ -5,37 +5,37 @@ The script does not import holdfast. As soon as it has imported torch, the obser
 
 - Every loop over a torch ``DataLoader`` is watched. The outermost loop that is running is the
   *current loop*. Once it has ended, it is a *finished loop*. A loop inside another one is part of
-  the outer loop's body.
+  the outer loop's body. The code between two finished loops is a *gap*.
 - At the first optimizer step, the models and optimizers are found in the script's variables, and a
   `ScriptGuard` is created for them. It counts the steps and saves checkpoints, as a `Guard` does
   for a loop that keeps its own ``optimizer.step()``.
-- A *boundary* is a place at which the script can be saved: before the current loop fetches its next
+- A *boundary* is a point at which the script can be saved: before the current loop fetches its next
   batch, and after a loop has finished.
 - A checkpoint also holds the finished loops, the position in the current one, and the script's
   variables.
 
-When the command is started again, the script runs from the top. A loop that had finished is not run
-again: it ends at once, and the script's variables get the values that they had after it. The
-current loop skips the batches that had been trained on. Then the state of the checkpoint is
-restored, and the script continues with the next batch.
+When the command is started again, the script runs from the top. This is the *replay*. A loop that
+had finished is not run again: it ends at once, and the script's variables get the values that they
+had after it. The current loop skips the batches that had been trained on. Then the state of the
+checkpoint is restored, and the script continues with the next batch.
 
-Read in this order:
+Start with `script` and `training`, which contain the whole sequence of events:
 
-script         `Script`: the loops and steps of the script
-training       `Training`: what is saved of it from its first step on
-loops          one loop over a loader, and the iterator that the script gets
-loop_places    which statement of the script iterates a loader; ``bytecode`` answers questions about
-               its compiled code
-saved_script   what a checkpoint holds about the script
-replay         ends finished loops at once and continues in the current one; meanwhile, ``silence``
-               discards what the script prints and writes
-variable_kinds which variables of the script are saved, and how; ``variable_writer`` saves them and
-               ``variable_reader`` restores them, with ``namespaces``, ``stack``, ``large_data`` and
-               ``random_sources``
-objects        finds the models and optimizers of the script; ``support`` checks at the first step
-               that the script can be resumed
-gap_weights    saves the weights with which models are evaluated between two loops
-script_guard   the guard of the script
-proof          compares the steps that are repeated after a resume with the recorded ones
-refusal        ends a script that cannot be resumed exactly
+start           begins to watch the script, with hooks of torch and of Python
+script          `Script`: the loops and steps of the script
+training        `Training`: what is saved of the script from its first step on
+script_guard    `ScriptGuard`: counts the steps, and writes the checkpoints
+
+They use:
+
+requirements    checks at the first step that the script can be resumed
+refusal         ends a script that cannot be resumed exactly
+trained_objects finds the models and optimizers of the script in its variables
+frames          which frames and modules belong to the script, and access to local variables
+saved_script    what a checkpoint holds about the script
+proof           compares the steps that are repeated after a resume with the recorded ones
+
+``loops``       where a loop runs, how it requests its batches, and how it has ended
+``variables``   which variables are saved, and how they are saved and restored
+``replaying``   brings a restarted script back to the place where its checkpoint was saved
 """

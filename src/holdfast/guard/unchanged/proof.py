@@ -50,7 +50,7 @@ def describe_boundary(
         "batch": _digest_of_batch(batch, 0),
         "random": _digest_of_random_state(random_state),
         "settings": {name: _settings_of(optimizer) for name, optimizer in optimizers.items()},
-        "counters": {
+        "integers": {
             name: value for name, value in variables.items() if type(value) in (int, bool)
         },
     }
@@ -80,7 +80,9 @@ def _digest_of_tensor(tensor: torch.Tensor) -> int:
 
     Reading a tensor on a GPU would make training wait for the GPU.
     """
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.numel() == 0:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return 0
+    if tensor.is_nested or tensor.numel() == 0:
         return 0
     distance = -(-tensor.numel() // _MOST_ELEMENTS)
     try:
@@ -102,7 +104,11 @@ def _digest_of_random_state(state: RandomState) -> int:
     _, words, next_normal = state.python
     digest = zlib.crc32(f"{hash(words)} {next_normal}".encode(), digest)
     if isinstance(state.numpy, tuple):
-        digest = zlib.crc32(state.numpy[1].data, digest)
+        # NumPy changes the words only after it has used all of them, and draws normal numbers in
+        # pairs. So a draw may change only the position, or only the second number of a pair.
+        _, words, *position_and_next_normal = state.numpy
+        digest = zlib.crc32(words.data, digest)
+        digest = zlib.crc32(repr(position_and_next_normal).encode(), digest)
     return digest
 
 
@@ -224,7 +230,7 @@ def _difference(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
             change = _changed_value(group, group_now)
             if change is not None:
                 return f"in parameter group {number} of optimizer {name!r}, {change}"
-    change = _changed_value(expected["counters"], now["counters"])
+    change = _changed_value(expected["integers"], now["integers"])
     return None if change is None else f"variable {change}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.guard.repeated_steps import lost_steps
-from holdfast.guard.unchanged.variable_kinds import Saved
+from holdfast.guard.unchanged.variables.kinds import Saved, SavedVariables
 from holdfast.loader.random_state import RandomState
 
 # The name under which the guard saves the script, and the component of a checkpoint that holds it.
@@ -24,14 +24,15 @@ LEAST_REPEATED_STEPS = 3
 class FinishedLoop:
     """An outermost loop over a loader that has ended."""
 
-    # The file and line of the loop, and its function.
-    place: str
+    # The file and line of the loop, as in `LoopPlace.name`, and its function.
+    place_name: str
     function: str
-    # The targets of the enclosing ``for`` statements when the loop began, such as the epoch.
-    enclosing: dict[str, Any]
+    # The values of the targets of all enclosing ``for`` statements when the loop began, such as the
+    # epoch.
+    enclosing_targets: dict[str, Any]
     # The variables of the script after the loop. None if the loop must be run again, because it is
     # not a `for` statement, or was left in another way than by exhaustion or `break`.
-    variables: dict[str, dict[str, Saved]] | None
+    variables: SavedVariables | None
     # The random state after the loop. The code that follows may draw from it, for example to choose
     # the samples of the next epoch.
     random_state: RandomState
@@ -39,20 +40,20 @@ class FinishedLoop:
     def to_tree(self) -> dict[str, Any]:
         """Return the loop in a form that a checkpoint can store."""
         return {
-            "place": self.place,
+            "place": self.place_name,
             "function": self.function,
-            "enclosing": self.enclosing,
+            "enclosing": self.enclosing_targets,
             "variables": self.variables,
             "random_state": self.random_state.to_tree(),
         }
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> FinishedLoop:
-        """Convert the result of `to_tree` back."""
+        """Return the object from which `to_tree` has made a tree."""
         return cls(
-            place=tree["place"],
+            place_name=tree["place"],
             function=tree["function"],
-            enclosing=tree["enclosing"],
+            enclosing_targets=tree["enclosing"],
             variables=tree["variables"],
             random_state=RandomState.from_tree(tree["random_state"]),
         )
@@ -94,24 +95,26 @@ class LoaderStart:
 class CurrentLoop:
     """The position in the loop that is running."""
 
-    place: str
+    # The place and the enclosing targets, as in `FinishedLoop`.
+    place_name: str
     function: str
-    enclosing: dict[str, Any]
+    enclosing_targets: dict[str, Any]
     start: LoaderStart
     # The number of batches that the loop has processed.
-    batches: int
+    batch_count: int
     # The random state before the last of these batches was fetched.
-    before_last: RandomState | None
+    state_before_last_batch: RandomState | None
 
     def to_tree(self) -> dict[str, Any]:
         """Return the position in a form that a checkpoint can store."""
+        before_last = self.state_before_last_batch
         return {
-            "place": self.place,
+            "place": self.place_name,
             "function": self.function,
-            "enclosing": self.enclosing,
+            "enclosing": self.enclosing_targets,
             "start": self.start.to_tree(),
-            "batches": self.batches,
-            "before_last": None if self.before_last is None else self.before_last.to_tree(),
+            "batches": self.batch_count,
+            "before_last": None if before_last is None else before_last.to_tree(),
         }
 
     @classmethod
@@ -119,12 +122,14 @@ class CurrentLoop:
         """Return the object from which `to_tree` has made a tree."""
         before_last = tree["before_last"]
         return cls(
-            place=tree["place"],
+            place_name=tree["place"],
             function=tree["function"],
-            enclosing=tree["enclosing"],
+            enclosing_targets=tree["enclosing"],
             start=LoaderStart.from_tree(tree["start"]),
-            batches=tree["batches"],
-            before_last=None if before_last is None else RandomState.from_tree(before_last),
+            batch_count=tree["batches"],
+            state_before_last_batch=(
+                None if before_last is None else RandomState.from_tree(before_last)
+            ),
         )
 
 
@@ -134,12 +139,13 @@ class SavedScript:
 
     # The command line of the process. The command may start others, which are not resumed.
     argv: list[str]
-    finished: list[FinishedLoop]
+    finished_loops: list[FinishedLoop]
     # None between two loops.
-    current: CurrentLoop | None
-    # The counters of the `enumerate` objects around the current or the last loop.
-    counters: list[int]
-    variables: dict[str, dict[str, Saved]]
+    current_loop: CurrentLoop | None
+    # The values of the `enumerate` counters around the current loop or, between two loops, around
+    # the last one.
+    enumerate_counters: list[int]
+    variables: SavedVariables
     random_state: RandomState
     # The global step of the checkpoint. It is not part of the tree, because the checkpoint has it.
     global_step: int = field(default=0)
@@ -148,9 +154,9 @@ class SavedScript:
         """Return the state in a form that a checkpoint can store."""
         return {
             "argv": self.argv,
-            "finished": [loop.to_tree() for loop in self.finished],
-            "current": None if self.current is None else self.current.to_tree(),
-            "counters": self.counters,
+            "finished": [loop.to_tree() for loop in self.finished_loops],
+            "current": None if self.current_loop is None else self.current_loop.to_tree(),
+            "counters": self.enumerate_counters,
             "variables": self.variables,
             "random_state": self.random_state.to_tree(),
         }
@@ -161,9 +167,9 @@ class SavedScript:
         current = tree["current"]
         return cls(
             argv=tree["argv"],
-            finished=[FinishedLoop.from_tree(loop) for loop in tree["finished"]],
-            current=None if current is None else CurrentLoop.from_tree(current),
-            counters=tree["counters"],
+            finished_loops=[FinishedLoop.from_tree(loop) for loop in tree["finished"]],
+            current_loop=None if current is None else CurrentLoop.from_tree(current),
+            enumerate_counters=tree["counters"],
             variables=tree["variables"],
             random_state=RandomState.from_tree(tree["random_state"]),
             global_step=global_step,

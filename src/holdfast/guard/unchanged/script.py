@@ -19,25 +19,25 @@ from holdfast.core.errors import HoldfastError
 from holdfast.core.events.data import EventData
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.saving.mirroring import pull_before_opening
-from holdfast.guard.unchanged.bytecode import leaves_like_an_exhausted_loop
-from holdfast.guard.unchanged.gap_weights import GapWeights
-from holdfast.guard.unchanged.large_data import LargeData
-from holdfast.guard.unchanged.loop_places import (
-    enclosing_targets,
+from holdfast.guard.unchanged.frames import frames_of_script
+from holdfast.guard.unchanged.loops.ends import continues_as_after_exhaustion
+from holdfast.guard.unchanged.loops.loop import Loop, LoopIterator, StartIterator
+from holdfast.guard.unchanged.loops.places import (
     find_place,
     is_in_generator,
     loop_frame,
+    values_of_enclosing_targets,
 )
-from holdfast.guard.unchanged.loops import Loop, LoopIterator, StartIterator
-from holdfast.guard.unchanged.objects import find_trained_objects
-from holdfast.guard.unchanged.random_sources import states_of_sources
 from holdfast.guard.unchanged.refusal import cannot_be_saved, end_process, resume_differs
-from holdfast.guard.unchanged.replay import Replay
+from holdfast.guard.unchanged.replaying.gap_weights import GapWeights
+from holdfast.guard.unchanged.replaying.replay import Replay
+from holdfast.guard.unchanged.requirements import check_process, place_of_training_loop
 from holdfast.guard.unchanged.saved_script import FinishedLoop, LoaderStart, load_saved_script
-from holdfast.guard.unchanged.stack import frames_of_script
-from holdfast.guard.unchanged.support import check_loops, check_process
+from holdfast.guard.unchanged.trained_objects import find_trained_objects
 from holdfast.guard.unchanged.training import Training
-from holdfast.guard.unchanged.variable_writer import VariableWriter
+from holdfast.guard.unchanged.variables.large_data import LargeData
+from holdfast.guard.unchanged.variables.random_sources import states_of_sources
+from holdfast.guard.unchanged.variables.writer import VariableWriter
 from holdfast.loader.foreign.torch_workers import has_workers, keeps_workers
 from holdfast.loader.random_state import capture
 
@@ -95,26 +95,26 @@ class Script:
         self._start_iterator = start_iterator
         self._emit = emit
         self._note_error = note_error
-        self._process = os.getpid()
-        self._thread = get_ident()
+        self._process_id = os.getpid()
+        self._thread_id = get_ident()
         # The loops that are running, outermost first.
-        self._loops: list[Loop] = []
-        self._finished: list[FinishedLoop] = []
+        self._running_loops: list[Loop] = []
+        self._finished_loops: list[FinishedLoop] = []
         # Brings the script to the place where its checkpoint was saved. None before the first loop,
         # in a run without a checkpoint, and once the script has arrived there.
         self._replay: Replay | None = None
         # Whether a checkpoint has been searched for.
-        self._is_loaded = False
+        self._has_searched_checkpoint = False
         # None before the first optimizer step, and until the script is resumed.
         self._training: Training | None = None
-        self._weights = GapWeights(run_dir, self._give_up)
-        # False once the script has ended, or watching has failed.
+        self._gap_weights = GapWeights(run_dir, self._give_up)
+        # False once the script has ended or was asked to stop, and if another command was saved.
         self._is_active = True
 
     def _is_watched_here(self) -> bool:
         """Return whether loops and steps count here: not in workers, and not in other threads."""
-        is_own_thread = get_ident() == self._thread and os.getpid() == self._process
-        return self._is_active and is_own_thread
+        is_own_process = os.getpid() == self._process_id
+        return self._is_active and is_own_process and get_ident() == self._thread_id
 
     # --- a loop begins
 
@@ -130,39 +130,41 @@ class Script:
             return self._start_iterator(loader)
         # The replay decides at the first request for a batch whether the loop needs torch's
         # iterator.
-        is_replayed = self._replay is not None and not self._loops
+        is_replayed = self._replay is not None and not self._running_loops
         if not is_replayed:
-            loop.batches = self._start_iterator(loader)
-        self._loops.append(loop)
+            loop.torch_iterator = self._start_iterator(loader)
+        self._running_loops.append(loop)
         return LoopIterator(self, loop)
 
     @_handling_errors
     def _new_loop(self, loader: DataLoader[Any], frame: FrameType) -> Loop | None:
         """Return a new loop, or None if this script is not watched."""
-        self._load_once()
+        self._search_checkpoint_once()
         if not self._is_active:
             return None
         return Loop(
             loader=loader,
             start=self._start_of(loader),
-            batches=None,
+            torch_iterator=None,
             length=_length_of(loader),
             created_at=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
         )
 
-    def _load_once(self) -> None:
-        if self._is_loaded:
+    def _search_checkpoint_once(self) -> None:
+        """Begin a replay at the first loop, if there is a checkpoint."""
+        if self._has_searched_checkpoint:
             return
-        self._is_loaded = True
+        self._has_searched_checkpoint = True
         pull_before_opening(self._run_dir, Policy(), self._emit)
         saved = load_saved_script(self._run_dir)
         if saved is not None:
             # The command may start other processes, for example one that evaluates. Only the one
             # that was saved is resumed.
             self._is_active = saved.argv == sys.orig_argv
-            self._replay = Replay(saved, self._start_iterator, self._weights)
+            self._replay = Replay(saved, self._start_iterator, self._gap_weights)
 
     def _start_of(self, loader: DataLoader[Any]) -> LoaderStart:
+        """Return the state from which a loop over a loader begins."""
         return LoaderStart(
             random_state=capture(self._devices()),
             generators=states_of_sources(loader),
@@ -191,18 +193,17 @@ class Script:
             loop: The loop.
             frame: The frame that requests the batch.
         """
-        is_outermost = bool(self._loops) and self._loops[0] is loop
-        if is_outermost and self._is_active:
+        if self._is_outermost(loop) and self._is_active:
             if self._before_batch(loop, frame):
                 raise StopIteration
-            loop.before_last = capture(self._devices())
+            loop.state_before_last_batch = capture(self._devices())
         elif loop.place is None:
             loop.place = find_place(frame)
         try:
-            assert loop.batches is not None
-            batch = next(loop.batches)
+            assert loop.torch_iterator is not None
+            batch = next(loop.torch_iterator)
         except StopIteration:
-            self._note_exhausted(loop, frame)
+            self._note_end(loop, frame, is_exhausted=True)
             raise
         except BaseException:
             loop.has_failed = True
@@ -210,6 +211,9 @@ class Script:
         loop.batch_count += 1
         loop.last_batch = batch
         return batch
+
+    def _is_outermost(self, loop: Loop) -> bool:
+        return bool(self._running_loops) and self._running_loops[0] is loop
 
     @_handling_errors
     def _before_batch(self, loop: Loop, frame: FrameType) -> bool:
@@ -224,84 +228,88 @@ class Script:
         # use. So that boundary belongs to the end, where the targets are saved.
         is_at_end = loop.batch_count == loop.length and not is_in_generator(frame)
         if self._training is not None and not is_at_end:
-            has_inner_loop = len(self._loops) > 1
+            has_inner_loop = len(self._running_loops) > 1
             self._training.pass_boundary_in(loop, frame, has_inner_loop=has_inner_loop)
         return False
 
     def _before_first_batch(self, loop: Loop, frame: FrameType) -> bool:
         """Handle the first request. Return whether the loop must end at once."""
         loop.place = find_place(frame)
-        loop.enclosing = enclosing_targets(frames_of_script(frame))
+        loop.enclosing_targets = values_of_enclosing_targets(frames_of_script(frame))
         if self._replay is not None:
-            return self._enter_recorded(self._replay, loop, frame)
+            return self._replay_loop(self._replay, loop, frame)
         if self._training is not None:
-            self._weights.stop()
+            self._gap_weights.stop()
             if loop.place.problem is not None:
                 # A loop without a `for` statement is run again after a resume. It needs the weights
                 # that the models have now.
-                self._weights.save(len(self._finished), self._training.objects.models)
+                self._gap_weights.save(len(self._finished_loops), self._training.objects.models)
         return False
 
     # --- a loop ends
 
-    @_handling_errors
-    def _note_exhausted(self, loop: Loop, frame: FrameType) -> None:
-        """Record that a loop has received all its batches."""
-        self._finish(loop, frame, is_exhausted=True)
+    def note_left(self, loop: Loop, frame: FrameType | None) -> None:
+        """Record that the script has left a loop before its iterator was exhausted.
 
-    def note_dropped(self, loop: Loop, frame: FrameType | None) -> None:
-        """Record that the script has dropped the iterator of a loop before it was exhausted."""
+        Args:
+            loop: The loop.
+            frame: The frame in which Python has freed the iterator, or None if it shuts down.
+        """
         if self._is_watched_here():
-            self._note_left(loop, frame)
+            self._note_end(loop, frame, is_exhausted=False)
 
     @_handling_errors
-    def _note_left(self, loop: Loop, frame: FrameType | None) -> None:
-        self._finish(loop, frame, is_exhausted=False)
+    def _note_end(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> None:
+        """Record that a loop has ended.
 
-    def _finish(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> None:
+        Args:
+            loop: The loop.
+            frame: The frame that has requested its last batch, or has left it.
+            is_exhausted: Whether the loader had no more batches.
+        """
         loop.is_finished = True
         last_batch = loop.last_batch
         loop.last_batch = None
-        is_outermost = self._loops[:1] == [loop]
-        self._loops = [other for other in self._loops if other is not loop]
+        is_outermost = self._is_outermost(loop)
+        self._running_loops = [other for other in self._running_loops if other is not loop]
         if not is_outermost or loop.place is None:
             # An inner loop is part of the outer loop's body, and a loop that has never requested a
             # batch has changed nothing. Neither is recorded.
             return
         if self._replay is not None:
-            self._replay.note_finished()
+            self._replay.note_end_of_repeated_loop()
             return
-        is_resumable = self._record_finished(loop, frame, is_exhausted=is_exhausted)
-        if is_resumable and self._training is not None and frame is not None:
+        may_be_skipped = self._record_finished(loop, frame, is_exhausted=is_exhausted)
+        if may_be_skipped and self._training is not None and frame is not None:
             # The other ends are noticed in a finalizer, in which Python ignores SystemExit.
             self._training.pass_boundary_after(loop, last_batch, frame, may_exit=is_exhausted)
 
     def _record_finished(self, loop: Loop, frame: FrameType | None, *, is_exhausted: bool) -> bool:
-        """Record a finished loop. Return whether a resumed script can skip it."""
+        """Record a finished loop. Return whether a resumed script may skip it."""
         assert loop.place is not None
-        is_resumable = loop.place.problem is None and _ends_like_its_for_statement(
+        may_be_skipped = loop.place.problem is None and continues_as_after_exhaustion(
             loop, frame, is_exhausted=is_exhausted
         )
         variables = None
-        if is_resumable:
+        if may_be_skipped:
             variables = self._writer(only_small=True).write(frames_of_script(frame))
         elif loop.has_steps:
             self._stop_saving(
                 f"the loop at {loop.place.name} was left by `return` or by an exception, or has an"
                 " `else` clause"
             )
-        self._finished.append(
+        self._finished_loops.append(
             FinishedLoop(
-                place=loop.place.name,
+                place_name=loop.place.name,
                 function=loop.place.function,
-                enclosing=loop.enclosing,
+                enclosing_targets=loop.enclosing_targets,
                 variables=variables,
                 random_state=capture(self._devices()),
             )
         )
         if self._training is not None and loop.has_steps:
-            self._weights.watch(len(self._finished), self._training.objects.models)
-        return is_resumable
+            self._gap_weights.watch(len(self._finished_loops), self._training.objects.models)
+        return may_be_skipped
 
     # --- steps
 
@@ -314,7 +322,7 @@ class Script:
         """
         if self._is_watched_here():
             self._note_step(optimizer, frame)
-            for loop in self._loops:
+            for loop in self._running_loops:
                 loop.has_steps = True
 
     @_handling_errors
@@ -322,7 +330,7 @@ class Script:
         if self._training is None:
             self._training = self._new_training(optimizer, frame)
         self._training.before_step(optimizer)
-        if not self._loops:
+        if not self._running_loops:
             self._stop_saving("the script steps an optimizer outside of its loops over loaders")
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -344,18 +352,18 @@ class Script:
             raise resume_differs(
                 "an optimizer steps outside of the loops in which it stepped before"
             )
-        place = check_loops(self._loops)
-        own_frame = loop_frame(frame, place)
-        if own_frame is None:
+        place = place_of_training_loop(self._running_loops)
+        frame_of_loop = loop_frame(frame, place)
+        if frame_of_loop is None:
             raise cannot_be_saved(
                 "an optimizer steps outside of the loop that fetches the batches",
                 "call optimizer.step() in the loop, or in a function that it calls.",
             )
         check_process()
-        frames = frames_of_script(own_frame)
+        frames = frames_of_script(frame_of_loop)
         try:
             objects = find_trained_objects(frames, optimizer)
-            return Training(self._run_dir, objects, frames, self._finished, resume_step=None)
+            return Training(self._run_dir, objects, frames, self._finished_loops, resume_step=None)
         except HoldfastError:
             raise
         except Exception as error:
@@ -365,36 +373,33 @@ class Script:
 
     # --- resuming
 
-    def _enter_recorded(self, replay: Replay, loop: Loop, frame: FrameType) -> bool:
+    def _replay_loop(self, replay: Replay, loop: Loop, frame: FrameType) -> bool:
         """Handle the first request for a batch of a loop that an earlier attempt has recorded.
 
         Returns:
-            Whether the loop had finished, so that it must end at once.
+            Whether the loop must end at once, because the earlier attempt had finished it.
 
         Raises:
             UnchangedScriptError: H739 if the script has reached another loop than before.
         """
-        if not replay.enter(loop, frame):
-            if len(replay.finished) == len(replay.saved.finished):
-                # This is the loop in whose middle the checkpoint was saved.
-                self._resume(replay, frame)
-            return False
-        loop.is_finished = True
-        self._loops.remove(loop)
-        if replay.is_at_the_end:
+        decision = replay.enter(loop, frame)
+        if decision.ends_loop:
+            loop.is_finished = True
+            self._running_loops.remove(loop)
+        if decision.ends_replay:
             self._resume(replay, frame)
-        return True
+        return decision.ends_loop
 
     def _resume(self, replay: Replay, frame: FrameType) -> None:
         """Restore the state of the checkpoint, and let the script continue."""
         replay.end_silence()
-        self._finished = list(replay.saved.finished)
+        self._finished_loops = list(replay.saved.finished_loops)
         frames = frames_of_script(frame)
         training = Training(
             self._run_dir,
             find_trained_objects(frames),
             frames,
-            self._finished,
+            self._finished_loops,
             resume_step=replay.saved.global_step,
         )
         replay.restore_variables(frame, training.guarded_ids, training.objects.models.values())
@@ -415,11 +420,11 @@ class Script:
         Args:
             error: The error that has ended the script, or None.
         """
-        if not self._is_active or os.getpid() != self._process:
+        if not self._is_active or os.getpid() != self._process_id:
             return
         self._is_active = False
         self.end_silence()
-        self._weights.stop()
+        self._gap_weights.stop()
         if self._replay is not None and error is None:
             self._end_process(
                 resume_differs("it has ended before the loops in which its earlier attempt trained")
@@ -471,19 +476,3 @@ def _length_of(loader: DataLoader[Any]) -> int | None:
         return len(loader)
     except Exception:  # noqa: BLE001 - the script need not ever ask for the length of its sampler
         return None
-
-
-def _ends_like_its_for_statement(
-    loop: Loop, frame: FrameType | None, *, is_exhausted: bool
-) -> bool:
-    """Return whether the code after a loop is the code that follows an exhausted loop."""
-    if is_exhausted:
-        return True
-    assert loop.place is not None
-    own_frame = None if frame is None else loop_frame(frame, loop.place)
-    if own_frame is None or loop.has_failed:
-        return False
-    if own_frame is not frame and own_frame.f_lasti == loop.place.offset:
-        # A generator around the loader has ended, perhaps with an error.
-        return False
-    return leaves_like_an_exhausted_loop(loop.place.code, loop.place.offset, own_frame.f_lasti)

@@ -14,7 +14,7 @@ from holdfast.guard.guard import Guard
 from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.restoration import is_deterministic
 from holdfast.guard.unchanged.saved_script import LEAST_REPEATED_STEPS
-from holdfast.guard.unchanged.variable_kinds import storage_address
+from holdfast.guard.unchanged.variables.kinds import storage_address
 
 
 class _NoRecovery(Recovery):

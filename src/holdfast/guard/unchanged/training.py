@@ -12,11 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.core.events import run_events
-from holdfast.guard.unchanged.bytecode import targets_of_loop
-from holdfast.guard.unchanged.large_data import LargeData
-from holdfast.guard.unchanged.loop_places import Counter, is_in_generator
-from holdfast.guard.unchanged.loops import Loop
-from holdfast.guard.unchanged.objects import TrainedObjects
+from holdfast.guard.unchanged.frames import frames_of_script
+from holdfast.guard.unchanged.loops.bytecode import targets_of_loop
+from holdfast.guard.unchanged.loops.loop import Loop
+from holdfast.guard.unchanged.loops.places import is_in_generator
+from holdfast.guard.unchanged.loops.wrappers import EnumerateCounter
 from holdfast.guard.unchanged.proof import BoundaryLog, describe_boundary
 from holdfast.guard.unchanged.refusal import cannot_be_saved, resume_differs
 from holdfast.guard.unchanged.saved_script import (
@@ -27,8 +27,9 @@ from holdfast.guard.unchanged.saved_script import (
     SavedScript,
 )
 from holdfast.guard.unchanged.script_guard import ScriptGuard
-from holdfast.guard.unchanged.stack import frames_of_script
-from holdfast.guard.unchanged.variable_writer import VariableWriter
+from holdfast.guard.unchanged.trained_objects import TrainedObjects
+from holdfast.guard.unchanged.variables.large_data import LargeData
+from holdfast.guard.unchanged.variables.writer import VariableWriter
 from holdfast.loader.random_state import capture
 
 
@@ -44,9 +45,9 @@ class Boundary:
     frame: FrameType
     # The loop in whose middle the boundary is. None between two loops.
     loop: Loop | None
-    # The `enumerate` objects around the loop that is running, or that has just ended inside a
-    # generator of the script. None if the script cannot be resumed from here.
-    counters: list[Counter] | None
+    # The counters of the `enumerate` objects around the loop that is running, or that has just
+    # ended inside a generator of the script. None if the script cannot be resumed from here.
+    enumerate_counters: list[EnumerateCounter] | None
     # The last batch of the loop.
     batch: Any
 
@@ -58,7 +59,7 @@ class Training:
         run_dir: The run directory of the guard.
         objects: The models and optimizers of the script.
         frames: The frames of the script on the stack, from the innermost one outward.
-        finished: The finished loops. The list grows while the script runs.
+        finished_loops: The finished loops. The list grows while the script runs.
         resume_step: The global step of the checkpoint from which the script resumes, or None.
 
     Raises:
@@ -70,7 +71,7 @@ class Training:
         run_dir: Path,
         objects: TrainedObjects,
         frames: list[FrameType],
-        finished: list[FinishedLoop],
+        finished_loops: list[FinishedLoop],
         resume_step: int | None,
     ) -> None:
         state: dict[str, Any] = {STATE_NAME: self}
@@ -87,7 +88,7 @@ class Training:
         )
         self.objects = objects
         self.guarded_ids = self.guard.guarded_ids
-        self._finished = finished
+        self._finished_loops = finished_loops
         self._large_data = LargeData()
         self._log = BoundaryLog(run_dir, resume_step)
         # The number of steps before the boundary that was compared last.
@@ -163,13 +164,16 @@ class Training:
         may_save = False
         if self._has_stepped and not has_inner_loop and self.guard.needs_boundary():
             # The search takes some milliseconds, so it waits for the first save that is due.
-            if not loop.has_searched_counters:
-                self._search_counters(loop, frame)
-            may_save = loop.counters is not None
-        self._pass_boundary(
-            Boundary(frame=frame, loop=loop, counters=loop.counters, batch=loop.last_batch),
-            may_save=may_save,
+            if not loop.has_searched_wrappers:
+                self._search_wrappers(loop, frame)
+            may_save = loop.enumerate_counters is not None
+        boundary = Boundary(
+            frame=frame,
+            loop=loop,
+            enumerate_counters=loop.enumerate_counters,
+            batch=loop.last_batch,
         )
+        self._pass_boundary(boundary, may_save=may_save)
 
     def pass_boundary_after(
         self, loop: Loop, last_batch: Any, frame: FrameType, *, may_exit: bool
@@ -186,19 +190,17 @@ class Training:
             UnchangedScriptError: H739 if the script does not repeat what its earlier attempt did.
         """
         # If a generator passes the batches on, the script's own loop over it continues.
-        counters = loop.counters if is_in_generator(frame) else []
-        self._pass_boundary(
-            Boundary(frame=frame, loop=None, counters=counters, batch=last_batch),
-            may_save=self._has_stepped and counters is not None,
-            may_exit=may_exit,
-        )
+        counters = loop.enumerate_counters if is_in_generator(frame) else []
+        boundary = Boundary(frame=frame, loop=None, enumerate_counters=counters, batch=last_batch)
+        may_save = self._has_stepped and counters is not None
+        self._pass_boundary(boundary, may_save=may_save, may_exit=may_exit)
 
-    def _search_counters(self, loop: Loop, frame: FrameType) -> None:
+    def _search_wrappers(self, loop: Loop, frame: FrameType) -> None:
         """Find out whether a loop can be resumed in its middle."""
         assert loop.place is not None
-        loop.has_searched_counters = True
-        loop.counters = loop.find_counters(frame)
-        if loop.counters is not None:
+        loop.has_searched_wrappers = True
+        loop.enumerate_counters = loop.find_enumerate_counters(frame)
+        if loop.enumerate_counters is not None:
             return
         why = f"the loop at {loop.place.name} takes its batches through a wrapper such as islice"
         if is_in_generator(frame):
@@ -269,9 +271,9 @@ class Training:
         frames = frames_of_script(boundary.frame)
         saved = SavedScript(
             argv=sys.orig_argv,
-            finished=list(self._finished),
-            current=_position_in(boundary.loop),
-            counters=[counter.value for counter in boundary.counters or []],
+            finished_loops=list(self._finished_loops),
+            current_loop=_position_in(boundary.loop),
+            enumerate_counters=[counter.value for counter in boundary.enumerate_counters or []],
             variables=self.writer().write(frames, _targets_about_to_be_assigned(boundary, frames)),
             random_state=capture(self.devices),
         )
@@ -285,12 +287,12 @@ def _position_in(loop: Loop | None) -> CurrentLoop | None:
     if loop is None or loop.place is None:
         return None
     return CurrentLoop(
-        place=loop.place.name,
+        place_name=loop.place.name,
         function=loop.place.function,
-        enclosing=loop.enclosing,
+        enclosing_targets=loop.enclosing_targets,
         start=loop.start,
-        batches=loop.batch_count,
-        before_last=loop.before_last,
+        batch_count=loop.batch_count,
+        state_before_last_batch=loop.state_before_last_batch,
     )
 
 

@@ -13,18 +13,13 @@ from types import FrameType
 import pytest
 from tqdm import tqdm
 
-from holdfast.guard.unchanged.bytecode import (
+from holdfast.guard.unchanged.loops.bytecode import (
     leaves_like_an_exhausted_loop,
     targets_of_enclosing_loops,
     targets_of_loop,
 )
-from holdfast.guard.unchanged.loop_places import (
-    Counter,
-    LoopPlace,
-    find_counters,
-    find_place,
-    loop_frame,
-)
+from holdfast.guard.unchanged.loops.places import LoopPlace, find_place, loop_frame
+from holdfast.guard.unchanged.loops.wrappers import EnumerateCounter, find_enumerate_counters
 
 
 class Batches:
@@ -45,7 +40,7 @@ class Batches:
         """Record a request, in place of a watched loader."""
         if self.place is None:
             self.place = find_place(frame)
-            counters = find_counters(iterator, frame)
+            counters = find_enumerate_counters(iterator, frame)
             self.counters = None if counters is None else len(counters)
             own_frame = loop_frame(frame, self.place)
             assert own_frame is not None
@@ -265,7 +260,7 @@ def test_enumerate_continues_at_a_later_number() -> None:
     counter = enumerate("abc", start=10)
     next(counter)
 
-    Counter(counter).value = 41
+    EnumerateCounter(counter).value = 41
 
     assert next(counter) == (41, "b")
 

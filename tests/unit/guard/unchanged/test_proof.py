@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,43 @@ def test_tensors_that_numpy_cannot_view_are_compared(tensor: torch.Tensor, tmp_p
 
     assert BoundaryLog(tmp_path, 4).note(5, boundary_with(tensor.clone())) is None
     assert BoundaryLog(tmp_path, 4).note(5, boundary_with(tensor * 2)) is not None
+
+
+def test_each_draw_of_numpy_is_noticed(tmp_path: Path) -> None:
+    """One more number from NumPy's global generator is a difference in the random state."""
+    np.random.seed(0)
+    np.random.rand()
+    BoundaryLog(tmp_path, None).note(5, describe_boundary(None, capture(), {}, {}))
+
+    np.random.rand()
+    difference = BoundaryLog(tmp_path, 4).note(5, describe_boundary(None, capture(), {}, {}))
+
+    assert difference is not None
+    assert "random" in difference
+
+
+def test_second_normal_number_of_numpy_is_noticed(tmp_path: Path) -> None:
+    """NumPy draws normal numbers in pairs, and the second one belongs to its state."""
+    np.random.seed(1)
+    np.random.randn()
+    BoundaryLog(tmp_path, None).note(5, describe_boundary(None, capture(), {}, {}))
+
+    np.random.randn()
+    difference = BoundaryLog(tmp_path, 4).note(5, describe_boundary(None, capture(), {}, {}))
+
+    assert difference is not None
+    assert "random" in difference
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batch_that_has_no_dense_memory_is_not_compared(tmp_path: Path) -> None:
+    """A nested tensor in a batch is left out instead of ending the recording with an error."""
+    batch = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    BoundaryLog(tmp_path, None).note(5, describe_boundary(batch, capture(), {}, {}))
+
+    again = BoundaryLog(tmp_path, 4).note(5, describe_boundary(batch, capture(), {}, {}))
+
+    assert again is None
 
 
 def test_boundaries_before_the_checkpoint_are_not_compared(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holdfast.guard.unchanged.silence import Silence
+from holdfast.guard.unchanged.replaying.silence import Silence
 
 
 def test_nothing_is_printed_or_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,11 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import HoldfastError
-from holdfast.guard.unchanged.large_data import LargeData
-from holdfast.guard.unchanged.stack import is_script_file
-from holdfast.guard.unchanged.variable_kinds import storage_address
-from holdfast.guard.unchanged.variable_reader import VariableReader
-from holdfast.guard.unchanged.variable_writer import VariableWriter
+from holdfast.guard.unchanged.frames import is_script_file
+from holdfast.guard.unchanged.variables.kinds import storage_address
+from holdfast.guard.unchanged.variables.large_data import LargeData
+from holdfast.guard.unchanged.variables.reader import VariableReader
+from holdfast.guard.unchanged.variables.writer import VariableWriter
 
 
 class Phase(enum.Enum):
@@ -314,6 +314,53 @@ def test_large_data_is_saved_only_after_it_has_changed() -> None:
 
     assert [tree["kind"] for tree in unchanged["items"]] == ["unchanged", "unchanged"]
     assert [tree["kind"] for tree in changed["items"]] == ["tensor", "array"]
+
+
+@pytest.mark.parametrize("size", [2, 40_000])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: torch.eye(2).expand(size, 2, 2).to_sparse(),
+        lambda size: torch.nested.nested_tensor([torch.ones(size), torch.ones(3)]),
+        lambda _: torch.nn.UninitializedParameter(),
+        lambda size: torch.empty(size, device="meta"),
+        lambda size: np.ones(size, np.complex64),
+        lambda size: np.ones(size, np.longdouble),
+        lambda size: np.ones(size, ">f4"),
+        lambda size: np.ma.array(np.ones(size), mask=False),
+    ],
+    ids=["sparse", "nested", "lazy", "meta", "complex", "long", "big-endian", "masked"],
+)
+def test_value_that_no_checkpoint_can_store_is_omitted(
+    make: Callable[[int], Any], size: int
+) -> None:
+    """Such a variable neither stops the script nor its saves, and keeps its value in a resume."""
+    value = make(size)
+    large = LargeData()
+    large.is_recording = True
+    VariableWriter(frozenset(), large).saved(value)
+    large.is_recording = False
+
+    tree = through_a_checkpoint(VariableWriter(frozenset(), large).saved(value))
+
+    assert tree["kind"] == "omitted"
+    assert VariableReader().value_of(tree, value) is value
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(20_000, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(20_000))],
+    ids=["conj", "neg"],
+)
+def test_lazy_view_is_recognized_as_unchanged(tensor: torch.Tensor) -> None:
+    """A large tensor whose conjugate or negative is not computed yet is compared by its values."""
+    large = LargeData()
+    large.is_recording = True
+    VariableWriter(frozenset(), large).saved(tensor)
+    large.is_recording = False
+
+    assert VariableWriter(frozenset(), large).saved(tensor) == {"kind": "unchanged"}
 
 
 def test_local_variables_of_a_running_function_are_restored() -> None:

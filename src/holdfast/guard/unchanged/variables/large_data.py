@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.guard.unchanged.variable_kinds import SMALL_BYTES
+from holdfast.guard.unchanged.variables.kinds import SMALL_BYTES
 
 # On an accelerator, a checksum adds up this number of bytes at once.
 _BYTES_OF_CHECKSUM_ROW = 4096
@@ -54,9 +54,11 @@ def _checksum(array: np.ndarray[Any, Any]) -> int:
 
 
 def _checksum_of_tensor(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    if tensor.is_quantized:
         return 0
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # A conjugate or negative may be a view that computes its values when they are used.
+    values = tensor.detach().resolve_conj().resolve_neg()
+    content = values.contiguous().view(-1).view(torch.uint8)
     if content.device.type == "cpu":
         return zlib.crc32(content.numpy().data)
     # The sums of rows are weighted by their position, so that an exchange of rows is noticed.

@@ -17,16 +17,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from holdfast.guard.optimizers import optimizers_inside
-from holdfast.guard.unchanged.namespaces import namespaces
+from holdfast.guard.unchanged.frames import is_module_level
 from holdfast.guard.unchanged.refusal import cannot_be_saved
-from holdfast.guard.unchanged.stack import is_module_level
-from holdfast.guard.unchanged.variable_kinds import (
+from holdfast.guard.unchanged.variables.kinds import (
     CONTAINERS,
     MAPPINGS,
     attributes_of_object,
     has_type,
     kind_of,
 )
+from holdfast.guard.unchanged.variables.namespaces import namespaces
 
 # The number of attributes and containers that the search follows from a variable to an object.
 _MAX_DEPTH = 6

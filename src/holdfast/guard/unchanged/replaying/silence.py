@@ -18,9 +18,9 @@ from typing import Any
 
 _STDOUT = 1
 _STDERR = 2
-# Functions that change files, by the name of their module. They are replaced only if the module has
-# been imported.
-_REPLACED = {
+# Functions that change files or send metrics, by the name of their module. They are replaced only
+# if the module has been imported.
+_REPLACED_FUNCTIONS = {
     "os": ("remove", "unlink", "rename", "replace", "rmdir"),
     "shutil": ("rmtree", "move"),
     "torch": ("save",),
@@ -30,7 +30,7 @@ _REPLACED = {
     "trackio": ("log",),
     "mlflow": ("log_metric", "log_metrics", "log_artifact", "log_artifacts"),
 }
-# Functions that fail if their result exists already, as it does from the earlier attempt.
+# Functions of `os` that fail if their result exists already, as it does from the earlier attempt.
 _CREATE_ONCE = ("mkdir", "symlink", "link")
 # Methods that write to a log, as a pattern of their names, by the names of their module and class.
 _REPLACED_METHODS = {
@@ -53,26 +53,10 @@ class Silence:
         if self._undo is not None:
             return
         self._undo = []
-        _flush()
-        for descriptor in (_STDOUT, _STDERR):
-            self._redirect(descriptor)
-        for stream in _streams_that_append():
-            self._redirect(stream.fileno(), stream)
-        for name in _CREATE_ONCE:
-            self._replace(os, name, _accepting_existing(getattr(os, name)))
-        for module_name, names in _REPLACED.items():
-            module = sys.modules.get(module_name)
-            for name in names:
-                if module is not None and hasattr(module, name):
-                    self._replace(module, name, _do_nothing)
-        for (module_name, class_name), pattern in _REPLACED_METHODS.items():
-            cls = getattr(sys.modules.get(module_name), class_name, None)
-            if cls is not None:
-                for name in fnmatch.filter(dir(cls), pattern):
-                    self._replace(cls, name, _do_nothing)
-        opener = _discarding(open)
-        self._replace(builtins, "open", opener)
-        self._replace(io, "open", opener)
+        self._redirect_streams()
+        self._replace_functions()
+        self._replace_methods()
+        self._replace_open()
 
     def end(self) -> None:
         """Stop discarding output."""
@@ -83,6 +67,39 @@ class Silence:
         self._undo = None
         for action in reversed(undo):
             action()
+
+    def _redirect_streams(self) -> None:
+        """Discard what is printed, and what is written to files that are open already."""
+        _flush()
+        for descriptor in (_STDOUT, _STDERR):
+            self._redirect(descriptor)
+        for stream in _streams_that_append():
+            self._redirect(stream.fileno(), stream)
+
+    def _replace_functions(self) -> None:
+        """Replace the functions of `_CREATE_ONCE` and `_REPLACED_FUNCTIONS`."""
+        for name in _CREATE_ONCE:
+            self._replace(os, name, _accepting_existing(getattr(os, name)))
+        for module_name, names in _REPLACED_FUNCTIONS.items():
+            module = sys.modules.get(module_name)
+            for name in names:
+                if module is not None and hasattr(module, name):
+                    self._replace(module, name, _do_nothing)
+
+    def _replace_methods(self) -> None:
+        """Replace the methods of `_REPLACED_METHODS`."""
+        for (module_name, class_name), pattern in _REPLACED_METHODS.items():
+            cls = getattr(sys.modules.get(module_name), class_name, None)
+            if cls is not None:
+                for name in fnmatch.filter(dir(cls), pattern):
+                    self._replace(cls, name, _do_nothing)
+
+    def _replace_open(self) -> None:
+        """Discard what is written to files that are opened from now on."""
+        discarding_open = _discarding(open)
+        self._replace(builtins, "open", discarding_open)
+        # `pathlib` uses this name.
+        self._replace(io, "open", discarding_open)
 
     def _redirect(self, descriptor: int, stream: io.FileIO | None = None) -> None:
         """Send what is written to a file descriptor to ``/dev/null``.

@@ -1,7 +1,7 @@
 """`VariableReader`: restore the variables of the script from a checkpoint.
 
 Objects are restored in place where possible, since other objects may refer to them too.
-``variable_kinds`` describes the saved values.
+`kinds` describes the saved values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from torch.utils.data import Dataset
 
 from holdfast.guard.scheduler_state import load_state
 from holdfast.guard.state.trees import copied
-from holdfast.guard.unchanged.namespaces import namespaces
-from holdfast.guard.unchanged.random_sources import restore_generator, restore_sources
+from holdfast.guard.unchanged.frames import is_script_class, write_locals
 from holdfast.guard.unchanged.refusal import resume_differs
-from holdfast.guard.unchanged.stack import is_module_level, is_script_class, write_locals
-from holdfast.guard.unchanged.variable_kinds import (
+from holdfast.guard.unchanged.variables.kinds import (
     FACTORIES,
     MAPPINGS,
     SCALARS,
@@ -38,6 +36,8 @@ from holdfast.guard.unchanged.variable_kinds import (
     storage_address,
     variables_of_closure,
 )
+from holdfast.guard.unchanged.variables.namespaces import functions_by_namespace, namespaces
+from holdfast.guard.unchanged.variables.random_sources import restore_generator, restore_sources
 from holdfast.loader.random_state import GENERATOR_TYPES
 from holdfast.loader.samplers import samplers_of
 
@@ -61,11 +61,11 @@ class VariableReader:
     ) -> None:
         self._guarded_ids = guarded_ids
         self._models = list(models)
-        # The restored objects by their number.
+        # The restored objects by the number that they have in the checkpoint.
         self._objects: dict[int, Any] = {}
-        # The number of the saved object that was restored into each live one, by the `id` of the
-        # latter, which is kept alive.
-        self._targets: dict[int, tuple[int, Any]] = {}
+        # For each live object that a saved one may be restored into, by `id`: the number of the
+        # saved object, and the live object itself, so that its `id` is not reused.
+        self._claims: dict[int, tuple[int, Any]] = {}
         self._readers: dict[str, Callable[[Saved, Any], Any]] = {
             "list": self._list,
             "tuple": self._tuple,
@@ -102,25 +102,28 @@ class VariableReader:
             frames: The frames of the script on the stack, from the loop outward. Variables of
                 functions that are not on the stack as they were at the save are not restored.
         """
-        spaces = namespaces(frames)
-        functions = [frame for frame in frames if not is_module_level(frame)]
-        by_space = {
-            f"{depth} {frame.f_code.co_qualname}": frame
-            for depth, frame in enumerate(reversed(functions))
-        }
-        for space, variables in saved.items():
-            if space not in spaces:
+        live_namespaces = namespaces(frames)
+        functions = functions_by_namespace(frames)
+        for namespace, variables in saved.items():
+            if namespace not in live_namespaces:
                 continue
-            values = {}
-            for name, variable in variables.items():
-                live = spaces[space].get(name, MISSING)
-                value = self.value_of(variable, live)
-                if value is not MISSING and value is not live:
-                    values[name] = value
-            if space in by_space:
-                write_locals(by_space[space], values)
+            values = self._changed_values(variables, live_namespaces[namespace])
+            if namespace in functions:
+                write_locals(functions[namespace], values)
             else:
-                spaces[space].update(values)
+                live_namespaces[namespace].update(values)
+
+    def _changed_values(
+        self, saved: Mapping[str, Saved], live: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Restore the variables of a namespace, and return those that must be assigned."""
+        values = {}
+        for name, saved_value in saved.items():
+            live_value = live.get(name, MISSING)
+            value = self.value_of(saved_value, live_value)
+            if value is not MISSING and value is not live_value:
+                values[name] = value
+        return values
 
     def value_of(self, saved: Saved, live: Any) -> Any:
         """Return the value of a saved variable.
@@ -134,19 +137,23 @@ class VariableReader:
             return saved
         kind = saved["kind"]
         if kind in _RESTORED_IN_PLACE:
-            live = self._own(live, saved["id"])
+            live = self._claim(live, saved["id"])
         return self._readers[kind](saved, live)
 
-    def _own(self, live: Any, number: int) -> Any:
-        """Return an object, or `MISSING` if another saved object was restored into it.
+    def _claim(self, live: Any, number: int) -> Any:
+        """Return a live object, or `MISSING` if another saved object is restored into it already.
 
         Two variables may refer to one object when the script starts, and to two of them later, such
         as the current and the best weights.
+
+        Args:
+            live: The current value of a variable.
+            number: The number of the object that the variable referred to at the save.
         """
         if live is MISSING or live is None:
             return live
-        owner, _ = self._targets.setdefault(id(live), (number, live))
-        return live if owner == number else MISSING
+        claimed_by, _ = self._claims.setdefault(id(live), (number, live))
+        return live if claimed_by == number else MISSING
 
     # --- containers
 
@@ -363,7 +370,7 @@ class VariableReader:
     def _module(self, saved: Saved, live: Any) -> Any:
         state = saved["state"]
         if state is not None:
-            live = self._module_of_its_own(saved, live)
+            live = self._unguarded_module(saved, live)
         if not isinstance(live, nn.Module):
             return live
         if saved["id"] is not None:
@@ -371,15 +378,19 @@ class VariableReader:
         if state is not None:
             live.load_state_dict(state)
         for name, module in live.named_modules():
-            attributes = dict(saved["attributes_of_parts"].get(name, {}))
-            for buffer in module._non_persistent_buffers_set & attributes.keys():
-                module._buffers[buffer] = self.value_of(
-                    attributes.pop(buffer), module._buffers.get(buffer)
-                )
-            self._set_attributes(vars(module), attributes)
+            self._set_attributes_of_module(module, saved["attributes_of_parts"].get(name, {}))
         return live
 
-    def _module_of_its_own(self, saved: Saved, live: Any) -> Any:
+    def _set_attributes_of_module(self, module: nn.Module, saved: Mapping[str, Saved]) -> None:
+        """Restore what `attributes_of_module` has returned."""
+        attributes = dict(saved)
+        for buffer in module._non_persistent_buffers_set & attributes.keys():
+            module._buffers[buffer] = self.value_of(
+                attributes.pop(buffer), module._buffers.get(buffer)
+            )
+        self._set_attributes(vars(module), attributes)
+
+    def _unguarded_module(self, saved: Saved, live: Any) -> Any:
         """Return a module for a saved one that the guard does not save.
 
         Args:
@@ -391,15 +402,12 @@ class VariableReader:
             UnchangedScriptError: H739 if there is no such module.
         """
         if isinstance(live, nn.Module) and id(live) not in self._guarded_ids:
-            own = self._own(live, saved["id"])
+            own = self._claim(live, saved["id"])
             if own is not MISSING:
                 return own
-        for model in self._models:
-            for module in model.modules():
-                if class_name(type(module)) == saved["class"] and _has_state_like(
-                    module, saved["state"]
-                ):
-                    return copy.deepcopy(module)
+        original = self._guarded_module_like(saved)
+        if original is not None:
+            return copy.deepcopy(original)
         if live is MISSING:
             # The script creates the module in the loop.
             return live
@@ -407,6 +415,15 @@ class VariableReader:
             f"a variable referred to a {saved['class'].partition(':')[2]} of its own, and refers to"
             f" {'a model that is trained' if isinstance(live, nn.Module) else repr(live)}"
         )
+
+    def _guarded_module_like(self, saved: Saved) -> nn.Module | None:
+        """Return a module of the guard with the class and the shapes of a saved one, or None."""
+        for model in self._models:
+            for module in model.modules():
+                has_class = class_name(type(module)) == saved["class"]
+                if has_class and _has_state_like(module, saved["state"]):
+                    return module
+        return None
 
     def _stateful(self, saved: Saved, live: Any) -> Any:
         if live is MISSING or class_name(type(live)) != saved["class"]:
@@ -451,6 +468,7 @@ def _key(saved: Saved) -> Any:
 
 
 def _has_state_like(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether a module's ``state_dict`` has the names and shapes of a saved one."""
     own = module.state_dict()
     if own.keys() != state.keys():
         return False

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import HoldfastError
-from holdfast.guard.unchanged.objects import find_trained_objects
+from holdfast.guard.unchanged.trained_objects import find_trained_objects
 
 
 class TwoSteps(torch.optim.Optimizer):

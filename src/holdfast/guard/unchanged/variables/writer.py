@@ -1,7 +1,7 @@
 """`VariableWriter`: turn the variables of the script into values that a checkpoint can store.
 
 The variables are the local variables of the script's functions on the stack, and the global
-variables of its modules. ``variable_kinds`` describes the saved values.
+variables of its modules. `kinds` describes the saved values.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.guard.scheduler_state import state_of
 from holdfast.guard.state.trees import copied
-from holdfast.guard.unchanged.large_data import LargeData
-from holdfast.guard.unchanged.namespaces import namespaces
-from holdfast.guard.unchanged.random_sources import state_of_generator, states_of_sources
-from holdfast.guard.unchanged.stack import is_script_class
-from holdfast.guard.unchanged.variable_kinds import (
+from holdfast.guard.unchanged.frames import is_script_class
+from holdfast.guard.unchanged.variables.kinds import (
     FACTORIES,
     SCALARS,
     SMALL_BYTES,
     Saved,
+    SavedVariables,
     attributes_of_class,
     attributes_of_module,
     attributes_of_object,
@@ -39,6 +37,9 @@ from holdfast.guard.unchanged.variable_kinds import (
     storage_address,
     variables_of_closure,
 )
+from holdfast.guard.unchanged.variables.large_data import LargeData
+from holdfast.guard.unchanged.variables.namespaces import namespaces
+from holdfast.guard.unchanged.variables.random_sources import state_of_generator, states_of_sources
 from holdfast.loader.samplers import samplers_of
 
 # Global variables that Python itself assigns.
@@ -97,7 +98,7 @@ class VariableWriter:
 
     def write(
         self, frames: list[FrameType], about_to_be_assigned: frozenset[str] = frozenset()
-    ) -> dict[str, dict[str, Saved]]:
+    ) -> SavedVariables:
         """Return the variables of the script by namespace and name.
 
         Args:
@@ -105,14 +106,12 @@ class VariableWriter:
             about_to_be_assigned: Local variables of the innermost frame that are left out, because
                 the script assigns them next.
         """
-        spaces = namespaces(frames)
         innermost = frames[0].f_locals if frames else None
-        return {
-            space: self._namespace(
-                variables, about_to_be_assigned if variables is innermost else frozenset()
-            )
-            for space, variables in spaces.items()
-        }
+        saved = {}
+        for name, variables in namespaces(frames).items():
+            omitted = about_to_be_assigned if variables is innermost else frozenset()
+            saved[name] = self._namespace(variables, omitted)
+        return saved
 
     def _namespace(self, variables: Mapping[str, Any], omitted: frozenset[str]) -> dict[str, Saved]:
         # Other threads may add variables meanwhile, so this iterates over a copy.
@@ -236,8 +235,6 @@ class VariableWriter:
     def _tensor(self, value: torch.Tensor, number: int) -> Saved:
         if self._large_data.is_unchanged(value):
             return {"kind": "unchanged"}
-        if value.layout is not torch.strided or value.is_meta:
-            return _omitted(value)
         if self._only_small and value.nbytes > SMALL_BYTES:
             return _placeholder(value, device=str(value.device))
         if value.nbytes > _limit_of(value):

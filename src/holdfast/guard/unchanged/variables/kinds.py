@@ -56,6 +56,7 @@ import types
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
+from functools import cache
 from pathlib import PurePath
 from types import FunctionType
 from typing import Any
@@ -63,22 +64,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.checkpoint.codec import Encoder
 from holdfast.core.errors import CheckpointError
-from holdfast.guard.unchanged.stack import is_script_class, is_script_file
+from holdfast.guard.unchanged.frames import is_script_class, is_script_file
 from holdfast.loader.random_state import GENERATOR_TYPES
 
 # The saved form of a variable: a scalar, or a dict with the entry "kind".
 Saved = Any
+# The saved variables of the script, by namespace and name; see ``namespaces``.
+SavedVariables = dict[str, dict[str, Saved]]
 
 SCALARS = (bool, int, float, str, type(None))
 # Values without parts that a checkpoint can store.
 PLAIN_VALUES = (complex, bytes, np.generic, PurePath, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-# NumPy's one-letter dtype kinds of the arrays that a checkpoint can store: booleans and numbers.
+# NumPy's one-letter dtype kinds of the scalars that a checkpoint can store: booleans and numbers.
 _NUMBER_KINDS = "biufc"
 _PLAIN_CLASSES = (argparse.Namespace, types.SimpleNamespace)
 # The kinds of instances of some classes and of classes derived from them. Optimizers are omitted
@@ -112,16 +116,37 @@ def has_type(value: Any, types: type | tuple[type, ...]) -> bool:
 def kind_of(value: Any) -> str:
     """Return the kind under which a value is saved; see the module's docstring."""
     if has_type(value, torch.Tensor):
-        return "tensor"
-    if has_type(value, (np.ndarray, np.generic)) and value.dtype.kind not in _NUMBER_KINDS:
-        return "omitted"
+        return "tensor" if _is_storable_tensor(value) else "omitted"
     if has_type(value, np.ndarray):
-        return "array"
+        return "array" if _is_storable_array(value) else "omitted"
+    if has_type(value, np.generic) and value.dtype.kind not in _NUMBER_KINDS:
+        return "omitted"
     if has_type(value, PLAIN_VALUES):
         return "plain"
     if is_container(value):
         return _kind_of_container(value)
     return _kind_of_object(value)
+
+
+def _is_storable_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has dense memory of its own, which a checkpoint can store."""
+    if is_lazy(tensor):
+        # A lazy parameter raises an error when it is asked for its layout or size.
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
+    # A subclass with this method, such as a DTensor, keeps its values in other tensors.
+    return not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _is_storable_array(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether a checkpoint can store an array: not if it is complex or masked."""
+    return type(array) in (np.ndarray, np.memmap) and _is_storable_dtype(array.dtype)
+
+
+@cache
+def _is_storable_dtype(dtype: np.dtype[Any]) -> bool:
+    return can_be_stored(np.empty(0, dtype))
 
 
 def _kind_of_container(value: Any) -> str:
