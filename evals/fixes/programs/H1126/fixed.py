@@ -1,0 +1,12 @@
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+labels = torch.tensor([[0, 1, 2], [0, 1, 3]])[dist.get_rank()]
+classes = labels.max() + 1
+dist.all_reduce(classes, dist.ReduceOp.MAX)
+classes = int(classes)
+model = DistributedDataParallel(torch.nn.Linear(8, classes))
+print("rank", dist.get_rank(), "has", classes, "classes")
+dist.destroy_process_group()

@@ -1,0 +1,5 @@
+import sys
+
+data = []
+if not data:
+    sys.exit(3)

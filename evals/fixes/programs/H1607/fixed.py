@@ -1,0 +1,5 @@
+import sys
+
+data = []
+if not data:
+    sys.exit("train.py: no samples in data.csv")
