@@ -33,9 +33,7 @@ def test_every_rule_says_what_why_and_what_to_do(rule: RulePage) -> None:
     assert why.endswith(".")
     assert fix.endswith((".", "`"))
     assert len(errs) == 1 if rule.id.startswith("H8") else len(errs) <= 1
-    assert all(
-        re.fullmatch(r"\*\*False positives\.\*\* [A-Z`].+\.", text, re.DOTALL) for text in errs
-    )
+    assert all(re.fullmatch(r"\*\*False positives\.\*\* [A-Z`].+\.", text, re.DOTALL) for text in errs)
 
 
 def test_every_section_of_the_page_is_a_rule() -> None:
