@@ -55,8 +55,13 @@ def main() -> int:
         cases = [case for case in cases if case.name not in recorded]
     elif arguments.quick:
         cases = cases[::_QUICK_EVERY]
-    outcomes = [_try(case, verbose=len(cases) < len(all_cases())) for case in cases]
-    _write_result(recorded_outcomes(), arguments)
+    outcomes = []
+    for case in cases:
+        outcome = _try(case, verbose=len(cases) < len(all_cases()))
+        outcomes.append(outcome)
+        if not arguments.quick:
+            record(outcome)
+    _write_result(outcomes if arguments.quick else recorded_outcomes(), arguments)
     return 0 if all(outcome.recognized and outcome.helped for outcome in outcomes) else 1
 
 
@@ -67,7 +72,6 @@ def _try(case: Case, *, verbose: bool) -> Outcome:
         failing=run_command(case, case.fails),
         fixed=run_command(case, case.fixed),
     )
-    record(outcome)
     print(
         f"{case.name}: {_words(outcome.failing, ok=outcome.recognized)}; with the fix:"
         f" {_words(outcome.fixed, ok=outcome.helped)}",

@@ -111,7 +111,7 @@ def _start(command: str, folder: Path, output: IO[bytes]) -> subprocess.Popen[An
         "start_new_session": True,
     }
     plain = re.fullmatch(r"python (\w+\.py)", command)
-    if plain is None:
+    if plain is None or not (folder / plain[1]).exists():
         return subprocess.Popen(["bash", "-c", SHELL_FUNCTIONS + command], **given)
     text = (folder / plain[1]).read_text(encoding="utf-8")
     frameworks = tuple(

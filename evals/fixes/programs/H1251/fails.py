@@ -15,6 +15,7 @@ class Block(torch.nn.Module):
 
 
 block = Block()
-output = checkpoint(block, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
+x = torch.randn(4, 8, requires_grad=True)
+output = checkpoint(block, x, use_reentrant=False)
 output.mean().backward()
 print("gradient", block.layer.weight.grad.norm().item())

@@ -1,5 +1,4 @@
-import sys
-
-data = []
-if not data:
-    sys.exit("train.py: no samples in data.csv")
+samples = []  # what a wrong pattern has found
+if not samples:
+    raise ValueError("no samples in data.csv")
+print("training on", len(samples), "samples")

@@ -1,4 +1,0 @@
-import os
-
-local_rank = int(os.environ["LOCAL_RANK"])
-print("training on device", local_rank)

@@ -1,3 +1,0 @@
-import random
-
-print("seed", random.randint(0, 10))
