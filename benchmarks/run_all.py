@@ -54,6 +54,7 @@ SCRIPTS = (
     "evals.verdicts",
     "evals.world",
     "evals.chaos",
+    "evals.fixes",
     "gpu.step_overhead",
     "gpu.oom_recovery",
     "gpu.forecast",
@@ -63,6 +64,7 @@ RESULTS = {
     "evals.verdicts": ("verdicts",),
     "evals.world": ("world",),
     "evals.chaos": ("chaos",),
+    "evals.fixes": ("fixes",),
 }
 """Names of the result files of a script, where they are not its own name."""
 _ROOT = Path(__file__).parent.parent

@@ -13,6 +13,9 @@ file do not see:
     <!-- modules -->    every module with the first sentence of its docstring
     <!-- faults -->     what faults do to a training in each framework
     <!-- scoreboard --> the same campaign of `holdfast chaos` over each framework
+    <!-- fixes tried --> which fixes of signatures were tried, and how
+    <!-- fixes found --> where the other fixes come from
+    <!-- fixes open -->  which fixes are neither
     <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text;
     ...                 without a line: those with something to reach, and what was measured beside
                         them
@@ -84,7 +87,7 @@ STAND_INS = {
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
-    r"^<!-- (rules|policy|presets|events|commands|modules|faults|scoreboard|figures:"
+    r"^<!-- (rules|policy|presets|events|commands|modules|faults|scoreboard|fixes \w+|figures:"
     r" (?P<given>.*?))\s-->$",
     re.MULTILINE | re.DOTALL,
 )
@@ -158,6 +161,9 @@ def expanded(markdown: str) -> str:
         "modules": modules,
         "faults": faults_table,
         "scoreboard": scoreboard_table,
+        "fixes tried": fixes_tried,
+        "fixes found": fixes_found,
+        "fixes open": fixes_open,
     }
 
     def one(match: re.Match[str]) -> str:
@@ -371,6 +377,57 @@ def scoreboard_table() -> str:
         )
     where = f"`scoreboard`, {result['date'][:10]}, commit {result['commit']['commit'][:9]}"
     return "\n\n".join(["\n".join(lines), where, *result["notes"]])
+
+
+def fixes_tried() -> str:
+    """Return a table of the signatures whose fix was tried: what failed, and what was applied."""
+    from evals.fixes import recorded_outcomes
+
+    from holdfast.explain.signatures import all_signatures
+
+    lines = ["| signature | the part of the fix that was applied |", "|---|---|"]
+    for outcome in recorded_outcomes():
+        if outcome.recognized and outcome.helped:
+            signature = all_signatures()[outcome.case.signature_id]
+            lines.append(
+                f"| {_signature_cell(signature.id, signature.title)} |"
+                f" {_cell(outcome.case.tried)} |"
+            )
+    return "\n".join(lines)
+
+
+def fixes_found() -> str:
+    """Return a table of the signatures whose fix has a source: the page, and what it says."""
+    from evals.fixes import all_sources
+
+    from holdfast.explain.signatures import all_signatures
+
+    lines = ["| signature | source | what it says about the fix |", "|---|---|---|"]
+    for source in all_sources():
+        signature = all_signatures()[source.signature_id]
+        host = source.url.split("/")[2]
+        lines.append(
+            f"| {_signature_cell(signature.id, signature.title)} | [{host}]({source.url}) |"
+            f" {_cell(source.says)} |"
+        )
+    return "\n".join(lines)
+
+
+def fixes_open() -> str:
+    """Return a table of the signatures whose fix is neither tried nor has a source, and why."""
+    from evals.fixes import open_signatures
+
+    from holdfast.explain.signatures import all_signatures
+
+    lines = ["| signature | why |", "|---|---|"]
+    for signature_id, reason in open_signatures().items():
+        signature = all_signatures()[signature_id]
+        lines.append(f"| {_signature_cell(signature.id, signature.title)} | {_cell(reason)} |")
+    return "\n".join(lines)
+
+
+def _signature_cell(signature_id: str, title: str) -> str:
+    return f"[{signature_id}](../rules.md#{signature_id.lower()}) {_cell(title)}"
 
 
 # --- text

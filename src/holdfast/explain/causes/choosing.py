@@ -8,6 +8,7 @@ The first rule that applies wins. Rules that rely on the most certain evidence c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -56,6 +57,10 @@ _WORDS_OF_LOST_PROCESSES = (
     "connection",
     "exit code",
 )
+# What torchrun prints about the rank that failed first, and in its table about a rank that it
+# terminated afterwards.
+_EXIT_CODE_OF_RANK = re.compile(r"\bfailed \(exitcode: (-?\d+)\) local_rank: ")
+_TERMINATED_RANK = re.compile(r"\bSignal 15 \(SIGTERM\) received by PID\b")
 # Families of failures that other ranks report after one rank was killed.
 _FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
 
@@ -84,7 +89,8 @@ def choose(case: Case) -> Choice:
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
         # Drop candidates that only repeat another candidate with less detail.
-        relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(case))
+        relevant = _drop_terminations_by_torchrun(case)
+        relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(relevant))
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], certainty="a guess")
@@ -110,6 +116,27 @@ def _drop_launcher_tables(case: Case) -> Case:
     """
     others = tuple(cascade for cascade in case.cascades if cascade.signature.id != endings.LAUNCHER)
     return replace(case, cascades=others or case.cascades)
+
+
+def _drop_terminations_by_torchrun(case: Case) -> Case:
+    """Return the case without the ranks that torchrun terminated after another rank had failed.
+
+    torchrun's table lists these ranks too, each with the SIGTERM that torchrun itself sent.
+    """
+    failed_first = any(
+        (code := _EXIT_CODE_OF_RANK.search(cascade.statement.text)) and code[1] != "-15"
+        for cascade in case.cascades
+        if cascade.signature.id == endings.LAUNCHER
+    )
+    if not failed_first:
+        return case
+    roots = tuple(
+        root
+        for root in case.roots
+        if root.signature.id != endings.TERMINATED
+        or not _TERMINATED_RANK.search(root.statement.text)
+    )
+    return replace(case, roots=roots)
 
 
 def _drop_aborts_after_a_failure(case: Case) -> Case:

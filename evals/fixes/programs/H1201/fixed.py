@@ -1,0 +1,20 @@
+import os
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Clips(Dataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        index += index >= 5
+        if index == 5:
+            os.write(2, b"decoder: clip 5 has no frames\n")
+            os.abort()  # a decoder that gives up
+        return torch.tensor(index)
+
+
+for batch in DataLoader(Clips(), batch_size=2, num_workers=1):
+    print("batch", batch.tolist())

@@ -1,0 +1,16 @@
+import ctypes
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+
+def decode():
+    block = libc.malloc(2048)
+    libc.free(block)
+    libc.free(block)  # what a faulty extension does
+
+
+decode()
+print("decoded")

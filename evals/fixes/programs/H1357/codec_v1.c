@@ -1,0 +1,1 @@
+int codec_v1(void) { return 41; }

@@ -1,0 +1,1 @@
+int codec_v2(void) { return 42; }

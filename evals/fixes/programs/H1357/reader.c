@@ -1,0 +1,2 @@
+int codec_v2(void);
+int answer(void) { return codec_v2(); }

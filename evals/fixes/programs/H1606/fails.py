@@ -1,0 +1,7 @@
+import numpy as np
+
+np.save("data.npy", np.ones((1000, 1000), dtype="float32"))
+rows = np.load("data.npy", mmap_mode="r")
+with open("data.npy", "r+b") as file:  # another job prepares its data anew
+    file.truncate(100_000)
+print("sum", rows.sum())

@@ -1,0 +1,1 @@
+raise ValueError("no file train.csv")

@@ -1,0 +1,40 @@
+import threading
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+cache_lock = threading.Lock()
+
+
+def refresh_cache():
+    while True:
+        with cache_lock:
+            time.sleep(0.5)
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        with cache_lock:
+            return torch.tensor(index)
+
+
+def main():
+    threading.Thread(target=refresh_cache, daemon=True).start()
+    time.sleep(0.1)
+    loader = DataLoader(
+        Samples(),
+        batch_size=2,
+        num_workers=1,
+        timeout=100,
+        multiprocessing_context="forkserver",
+    )
+    for batch in loader:
+        print("batch", batch.tolist())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+import torch
+from torch.utils.data import DataLoader
+
+torch.multiprocessing.set_sharing_strategy("file_system")
+validation = []
+for batch in DataLoader(torch.randn(300, 8), num_workers=1):
+    validation.append(batch)
+print("batches", len(validation))

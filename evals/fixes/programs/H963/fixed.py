@@ -1,0 +1,20 @@
+import sys
+
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+x = torch.randn(64, 8)
+y = x.sum(1, keepdim=True)
+for step in range(50):
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    print(f"step {step} loss {loss.item():.4g}")
+    if not torch.isfinite(loss):
+        print("Loss is nan, stopping training")
+        sys.exit(1)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()

@@ -1,0 +1,11 @@
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=1e-3)
+options = parser.parse_args()
+torch.save({"weights": torch.randn(3), "options": options}, "last.pt")
+
+checkpoint = torch.load("last.pt")
+print("learning rate", checkpoint["options"].lr)

@@ -1,0 +1,2 @@
+int codec(void);
+int answer(void) { return codec(); }

@@ -1,0 +1,4 @@
+import ctypes
+
+library = ctypes.CDLL("./libreader.so")
+print("answer", library.answer())

@@ -1,0 +1,4 @@
+import ctypes
+
+print("decoding sample 17")
+print(ctypes.string_at(b"pixels"))
