@@ -131,6 +131,8 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
     if judgement.is_good_end and learning is not None and learning.outcome == "fell":
         exhibits.append(Exhibit(text=learning.sentence(), source="recorded steps"))
     exhibits += exhibits_of_training(evidence)
+    if evidence.nan_at_end is not None and judgement.signature.id == endings.INTERRUPTED_LOST:
+        exhibits.append(Exhibit(text=evidence.nan_at_end.sentence(), source=evidence.source))
     exhibits += _exhibits_of_other_candidates(judgement)
     return list(dict.fromkeys(exhibits))[:_MAX_EXHIBITS]
 
