@@ -16,6 +16,7 @@ from holdfast.explain.causes.candidate import CandidateCause, Tier
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.ends import End
 from holdfast.explain.causes.interruptions import interrupted_state
+from holdfast.explain.causes.memory_requests import read_request
 from holdfast.explain.certainty import Certainty, least_of, lowered
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
 from holdfast.explain.observations import count_kernel_kills, log_shows_full_host_memory
@@ -90,7 +91,7 @@ def choose(case: Case) -> Choice:
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], certainty="a guess")
     choice = _without_blaming_the_kernel(case, _prefer_traced_leak(case, choice))
-    return _name_interrupted_state(case, choice)
+    return _name_interrupted_state(case, _compare_memory(choice))
 
 
 def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
@@ -478,6 +479,26 @@ def _without_blaming_the_kernel(case: Case, choice: Choice) -> Choice:
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
         return replace(choice, signature=all_signatures()[endings.KILLED])
     return choice
+
+
+def _compare_memory(choice: Choice) -> Choice:
+    """Return the choice, with another cause if the numbers show that the batch is not to blame.
+
+    Either a single request exceeds the whole GPU, or other processes hold most of it.
+    """
+    if choice.signature.id != endings.GPU_MEMORY_FULL or choice.candidate is None:
+        return choice
+    request = read_request(choice.candidate.statement.text)
+    if request is None:
+        return choice
+    if request.exceeds_the_device:
+        signature = all_signatures()[endings.REQUEST_EXCEEDS_GPU]
+    elif request.is_held_by_others:
+        signature = all_signatures()[endings.GPU_HELD_BY_OTHERS]
+    else:
+        return choice
+    certainty = least_of([choice.certainty, signature.certainty])
+    return replace(choice, signature=signature, certainty=certainty)
 
 
 def _name_interrupted_state(case: Case, choice: Choice) -> Choice:

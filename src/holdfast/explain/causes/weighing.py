@@ -196,7 +196,10 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     if not best_matches:
         return None
 
-    explained = {id for _, signature in best_matches for id in signature.explains}
+    # A later exception of the chain may name the cause of an earlier one, such as an HTTP error.
+    explained = {
+        signature_id for _, signature in best_matches for signature_id in signature.explains
+    }
     best_matches = [
         (index, signature) for index, signature in best_matches if signature.id not in explained
     ] or best_matches

@@ -158,8 +158,8 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     if judgement.never_had_a_finite_loss:
         diagnosis = (
             "the training did not diverge: the first forward pass already gave NaN or Inf, from its"
-            " inputs, its weights, its precision or an operation such as a softmax over a fully masked"
-            " row"
+            " inputs, its weights, its precision or an operation such as a softmax over a fully"
+            " masked row"
         )
         if evidence.lost is not None and evidence.lost.log:
             diagnosis = f"if the log begins with the first step, {diagnosis}"
