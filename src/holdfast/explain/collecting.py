@@ -14,7 +14,7 @@ from holdfast.explain.evidence import NO_STATUS, Ending, Evidence
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.attempts import collect_attempt
-from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
+from holdfast.explain.runs.divergence import find_lost_training, lost_from_output, nan_at_the_end
 from holdfast.explain.runs.guard_records import already_tried, how_closed, statements_of_guards
 from holdfast.explain.runs.learning import learning_from_output
 from holdfast.explain.runs.recorded_steps import steps_of_guard
@@ -70,6 +70,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         status: Exit status of the command that wrote the log, or None if unknown.
     """
     log = read_log(stream, name=name, alone=True)
+    lost = lost_from_output(log, name=name)
     endings = list(log.endings)
     if status is not None:
         endings.append(Ending(status=status))
@@ -78,7 +79,8 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         missing=tuple(_missing_of_log(log, status)),
         statements=log.statements,
         endings=tuple(endings),
-        lost=lost_from_output(log, name=name),
+        lost=lost,
+        nan_at_end=nan_at_the_end(log, name=name) if lost is None else None,
         learning=learning_from_output(log) if status == 0 else None,
         printed_losses=len(log.losses),
         output_says_done=log.says_done,

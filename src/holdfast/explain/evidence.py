@@ -235,6 +235,10 @@ class Evidence:
 
     # How the training diverged. None if it did not, or if no losses were recorded.
     lost: LostTraining | None = None
+    # The newest printed loss if it is NaN and `lost` is None. One NaN does not show that the
+    # training diverged, because the script may skip such a batch, but it explains why the user
+    # stopped a run.
+    nan_at_end: LostTraining | None = None
     # Whether the loss fell. It is judged only if the exit status is 0, and is None otherwise.
     learning: Learning | None = None
     # What the training loop spent its time on: its problems, or one plain statement. Empty if that

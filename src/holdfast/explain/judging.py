@@ -112,8 +112,12 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str] | None:
     """
     if case.end.well:
         return None
+    same = {choice.signature.id}
+    if choice.signature.id in endings.INTERRUPTED_STATES:
+        # The user also interrupted the run, as the title says.
+        same.add(endings.INTERRUPTED)
     for signature in _other_causes(case, choice):
-        if signature.id != choice.signature.id:
+        if signature.id not in same:
             return signature.id, signature.title
     return None
 

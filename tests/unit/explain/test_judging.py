@@ -71,6 +71,7 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     if verdict.cause in FALLBACKS:
         assert verdict.fix == "", "a class of failures alone suggests no fix"
     assert verdict.evidence[0].text == case["root"] if "root" in case else True
+    assert case.get("certainty", verdict.certainty) == verdict.certainty
     if "next" in case:
         assert verdict.runner_up is not None
         assert verdict.runner_up[0] == case["next"]

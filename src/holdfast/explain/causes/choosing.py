@@ -16,7 +16,9 @@ from typing import TypeAlias
 from holdfast.explain.causes.candidate import CandidateCause, Tier
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.ends import End
-from holdfast.explain.certainty import Certainty, lowered
+from holdfast.explain.causes.interruptions import interrupted_state
+from holdfast.explain.causes.memory_requests import read_request
+from holdfast.explain.certainty import Certainty, least_of, lowered
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
 from holdfast.explain.observations import count_kernel_kills, log_shows_full_host_memory
 from holdfast.explain.signatures import WELL, all_signatures, endings
@@ -83,8 +85,8 @@ ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
 def choose(case: Case) -> Choice:
     """Return the choice of the first rule that applies, or "unknown" if no rule applies.
 
-    Afterwards, the choice is corrected if a memory leak was traced or if the kernel's counter rules
-    out an out-of-memory kill.
+    Afterwards, the choice is corrected if a memory leak was traced, if the kernel's counter rules
+    out an out-of-memory kill, or if the user interrupted a run that diverged or waited.
     """
     choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
     if choice is None:
@@ -94,7 +96,8 @@ def choose(case: Case) -> Choice:
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], certainty="a guess")
-    return _without_blaming_the_kernel(case, _prefer_traced_leak(case, choice))
+    choice = _without_blaming_the_kernel(case, _prefer_traced_leak(case, choice))
+    return _name_interrupted_state(case, _compare_memory(choice))
 
 
 def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
@@ -503,3 +506,38 @@ def _without_blaming_the_kernel(case: Case, choice: Choice) -> Choice:
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
         return replace(choice, signature=all_signatures()[endings.KILLED])
     return choice
+
+
+def _compare_memory(choice: Choice) -> Choice:
+    """Return the choice, with another cause if the numbers show that the batch is not to blame.
+
+    Either a single request exceeds the whole GPU, or other processes hold most of it.
+    """
+    if choice.signature.id != endings.GPU_MEMORY_FULL or choice.candidate is None:
+        return choice
+    request = read_request(choice.candidate.statement.text)
+    if request is None:
+        return choice
+    if request.exceeds_the_device:
+        signature = all_signatures()[endings.REQUEST_EXCEEDS_GPU]
+    elif request.is_held_by_others:
+        signature = all_signatures()[endings.GPU_HELD_BY_OTHERS]
+    else:
+        return choice
+    certainty = least_of([choice.certainty, signature.certainty])
+    return replace(choice, signature=signature, certainty=certainty)
+
+
+def _name_interrupted_state(case: Case, choice: Choice) -> Choice:
+    """Return the choice, with what was wrong as its cause if the user interrupted a broken run.
+
+    That somebody pressed Ctrl-C is certain, but it only ended the run.
+    """
+    if choice.signature.id != endings.INTERRUPTED:
+        return choice
+    from_statement = choice.candidate is not None
+    signature = interrupted_state(case.evidence, case.candidates, from_statement=from_statement)
+    if signature is None:
+        return choice
+    certainty = least_of([choice.certainty, signature.certainty])
+    return replace(choice, signature=signature, certainty=certainty)

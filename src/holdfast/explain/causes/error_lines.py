@@ -46,6 +46,8 @@ _NO_ERROR = re.compile(
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
     r" _]rate\b|^\s*\{"
     r"|\bLmod\b|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b"
+    # Hydra prints this below the error that it reports.
+    r"|^Error executing job with overrides"
     r"|^srun: error: .{1,200}: Exited with exit code",
     re.IGNORECASE,
 )

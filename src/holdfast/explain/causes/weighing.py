@@ -49,7 +49,7 @@ def find_candidates(evidence: Evidence) -> list[CandidateCause]:
         if candidate is not None:
             candidates.append(candidate)
     candidates += _unknown_error_lines(evidence, candidates)
-    return _demote_earlier_tracebacks(candidates)
+    return _demote_earlier_starts(_demote_earlier_tracebacks(candidates))
 
 
 def order_candidates(
@@ -195,6 +195,14 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     ]
     if not best_matches:
         return None
+
+    # A later exception of the chain may name the cause of an earlier one, such as an HTTP error.
+    explained = {
+        signature_id for _, signature in best_matches for signature_id in signature.explains
+    }
+    best_matches = [
+        (index, signature) for index, signature in best_matches if signature.id not in explained
+    ] or best_matches
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
@@ -363,6 +371,47 @@ def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[Can
         result.append(judged)
     result.reverse()
     return result
+
+
+def _demote_earlier_starts(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
+    """Lower the tier of failures that belong to an earlier start of the same script.
+
+    If the same statement of the main module is on another line in a later traceback, the script was
+    edited and started again in between, and its output was appended to the same file.
+
+    Returns:
+        The candidates in the same order, with their tiers adjusted.
+    """
+    newest_lines: dict[tuple[str, str], int] = {}
+    first_position_of_newest_start: int | None = None
+    for candidate in reversed(candidates):
+        place = _place_in_main_module(candidate)
+        if place is None:
+            continue
+        script, line = place
+        if newest_lines.setdefault(script, line) != line:
+            break
+        first_position_of_newest_start = candidate.statement.position
+    else:
+        return list(candidates)
+    started_at = first_position_of_newest_start or 0
+    return [
+        replace(candidate, tier=Tier.CAUGHT)
+        if candidate.statement.source and candidate.statement.position < started_at
+        else candidate
+        for candidate in candidates
+    ]
+
+
+def _place_in_main_module(candidate: CandidateCause) -> tuple[tuple[str, str], int] | None:
+    """Return the file and code of a traceback's outermost frame, and its line number.
+
+    Return None if the frame is not in a main module or if its code is unknown.
+    """
+    frames = candidate.chain[-1].frames
+    if not frames or frames[0].function != "<module>" or not frames[0].code:
+        return None
+    return (frames[0].file, frames[0].code), frames[0].line
 
 
 def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:

@@ -147,10 +147,19 @@ def _parts(data: bytes) -> list[str]:
 
 
 def _without_overwritten(pieces: list[str]) -> list[str]:
-    """Return the pieces between carriage returns, without overwritten progress bars."""
-    last = pieces[-1:] if pieces[-1].strip() else []
-    visible = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
-    return [*visible, *last] or [""]
+    """Return the pieces between carriage returns, without overwritten progress bars.
+
+    The newest progress bar of the line is kept even if other text follows it, because it may
+    contain the newest loss.
+    """
+    shown = [piece for piece in pieces if piece.strip()]
+    newest_bar = next((piece for piece in reversed(shown) if is_progress_bar(piece)), None)
+    visible = [
+        piece
+        for index, piece in enumerate(shown)
+        if index == len(shown) - 1 or piece is newest_bar or not is_progress_bar(piece)
+    ]
+    return visible or [""]
 
 
 def _text_inside_json(text: str) -> str | None:

@@ -28,6 +28,14 @@ _MAX_STATEMENTS_OF_A_KIND = 900
 _SHORT_LOG = 100
 # This many lines at the end of the log are searched for a message that training is done.
 _LAST_LINES = 15
+# Failures that end a process or its job even if the process has just said that training is done.
+_FATAL_AT_THE_END = re.compile(
+    r"\bWatchdog caught collective operation timeout\b"
+    r"|(?:^|: )(?:Aborted|Segmentation fault|Bus error)(?: \(core dumped\))?$"
+    r"|\bsrun: error: .{1,200}: (?:Exited with exit code [1-9]|Killed|Out Of Memory)"
+    r"|\bChildFailedError\b|\bexits with return code = -?[1-9]|\bfailed \(exitcode: -?[1-9]"
+    r"|^\s*terminate called "
+)
 _MAX_LAST_LINE_CHARACTERS = 300
 # An epoch and the number of all epochs, such as "Epoch 10/10" or "Epoch [10/10]".
 _EPOCH = re.compile(r"\bepochs?\W{0,4}(\d{1,6})\s?(?:/|of)\s?(\d{1,6})\b", re.IGNORECASE)
@@ -146,7 +154,7 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     """Return whether one of the last lines says that training is done.
 
     A line that is followed by a traceback does not count, unless the exception is known to have
-    been caught.
+    been caught. Neither does a line that is followed by a failure that no process survives.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
     if _ends_with_an_evaluation(newest) or _ends_with_the_time_of_detectron2(newest):
@@ -159,6 +167,8 @@ def _log_says_done(lines: Sequence[CleanLine]) -> bool:
             return True
         before = newest[index - 1] if index > 0 else ""
         if HEADER.search(text) and not ABOUT_CAUGHT_EXCEPTION.search(before):
+            return False
+        if _FATAL_AT_THE_END.search(text):
             return False
     return False
 

@@ -43,6 +43,8 @@ _NESTED = re.compile(
     r"\s*(?:Original Traceback|-- Process \d+ terminated with the following error:)"
 )
 _FRAME = re.compile(r'(\s*)File "([^"]{1,500})", line (\d+)(?:, in (.{1,200}))?$')
+# The beginning of a frame that another writer's line break has cut in two.
+_CUT_FRAME = re.compile(r'\s*F(?:i?|il|ile ?|ile "[^"]{0,500})$')
 _RICH_FRAME = re.compile(r"\s*│\s*(/?\S+?):(\d+) in (\S+)")
 _RICH_BOX = re.compile(r"\s*[│╭╰┃┏┗]")
 _REPEATED = re.compile(r"\s*\[Previous line repeated \d+ more times?\]")
@@ -397,7 +399,8 @@ class TracebackReader:
         line = self._lines[start]
         raised = Raised(
             exception=match[1].rpartition(".")[2],
-            message=message.text,
+            # A line break of another writer may have separated the class from its message.
+            message=message.text.removeprefix(": "),
             frames=frames,
             number=line.number,
             unix_seconds=line.unix_seconds,
@@ -449,6 +452,11 @@ class TracebackReader:
         index = start
         while index < len(self._text):
             text = self._text[index]
+            if _CUT_FRAME.match(text) and index + 1 < len(self._text):
+                joined = text + self._text[index + 1]
+                if _FRAME.match(joined):
+                    text = joined
+                    index += 1
             match = _FRAME.match(text)
             # A traceback that was pasted may have an empty line after the first frame.
             is_gap = bool(frames) and not text.strip() and index == start + 1

@@ -105,6 +105,20 @@ def lost_from_output(log: LogText, *, name: str) -> LostTraining | None:
     return find_lost(log.losses, log.norms, log=name) or find_risen_loss(log.losses, log=name)
 
 
+def nan_at_the_end(log: LogText, *, name: str) -> LostTraining | None:
+    """Return the newest loss of a log if it is NaN, or None.
+
+    An infinite loss does not count: scripts begin with a best loss that is infinite.
+
+    Args:
+        log: The log, with the losses that were printed.
+        name: The name of the log, which `LostTraining.sentence` mentions.
+    """
+    if not log.losses or not math.isnan(log.losses[-1][1]):
+        return None
+    return LostTraining(what="loss", since=log.losses[-1][0], log=name)
+
+
 def find_lost(
     losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = ""
 ) -> LostTraining | None:

@@ -95,7 +95,8 @@ class Judgement:
     def never_had_a_finite_loss(self) -> bool:
         """Return whether the cause is a loss that was not finite from the first step on."""
         lost = self.evidence.lost
-        if self.signature.id != endings.LOSS_NOT_FINITE or lost is None:
+        causes = (endings.LOSS_NOT_FINITE, endings.INTERRUPTED_LOST)
+        if self.signature.id not in causes or lost is None:
             return False
         return lost.what == "loss" and lost.always
 

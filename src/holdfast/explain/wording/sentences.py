@@ -38,7 +38,8 @@ def title(judgement: Judgement) -> str:
         return _cut(f"{signature.title}: {unsaved.state_and_reason()}", _SHORT_QUOTE)
     if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
         return f"called sys.exit with status {judgement.end.status}"
-    if judgement.never_had_a_finite_loss and evidence.lost is not None:
+    is_lost_loss = signature.id == endings.LOSS_NOT_FINITE
+    if is_lost_loss and judgement.never_had_a_finite_loss and evidence.lost is not None:
         return evidence.lost.sentence()
     if signature.id in FALLBACKS and judgement.candidate is not None:
         return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
@@ -157,7 +158,8 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     if judgement.never_had_a_finite_loss:
         diagnosis = (
             "the training did not diverge: the first forward pass already gave NaN or Inf, from its"
-            " inputs, its weights or its precision"
+            " inputs, its weights, its precision or an operation such as a softmax over a fully"
+            " masked row"
         )
         if evidence.lost is not None and evidence.lost.log:
             diagnosis = f"if the log begins with the first step, {diagnosis}"

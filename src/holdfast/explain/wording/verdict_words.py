@@ -27,8 +27,9 @@ _MAX_CASCADE_EXHIBITS = 3
 FIX_OF_A_LOSS_THAT_NEVER_WAS_FINITE = (
     "Train a few steps in float32 without autocast: if the loss is finite then, use bfloat16, or"
     " keep the operation that overflows in float32. If it is not, check the first batch for NaN,"
-    " empty targets and unscaled inputs, and the loaded weights for NaN. A learning rate is to"
-    " blame only if the loss of the very first step is finite."
+    " empty targets and unscaled inputs, the loaded weights for NaN, and the model for a softmax"
+    " over a row that is masked completely. A learning rate is to blame only if the loss of the"
+    " very first step is finite."
 )
 # The fix for a save that the Guard refused because of NaN or Inf. A save that failed for another
 # reason needs a different fix.
@@ -131,6 +132,8 @@ def _exhibits(judgement: Judgement) -> list[Exhibit]:
     if judgement.is_good_end and learning is not None and learning.outcome == "fell":
         exhibits.append(Exhibit(text=learning.sentence(), source="recorded steps"))
     exhibits += exhibits_of_training(evidence)
+    if evidence.nan_at_end is not None and judgement.signature.id == endings.INTERRUPTED_LOST:
+        exhibits.append(Exhibit(text=evidence.nan_at_end.sentence(), source=evidence.source))
     exhibits += _exhibits_of_other_candidates(judgement)
     return list(dict.fromkeys(exhibits))[:_MAX_EXHIBITS]
 
