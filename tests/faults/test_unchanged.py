@@ -526,6 +526,8 @@ def test_command_ends_with_2_if_its_script_is_refused(tmp_path: Path) -> None:
 
     assert refused.status == 2, refused.stderr
     assert "[H738]" in refused.stderr
+    assert f"{script}:" in refused.stderr, "the place in the script"
+    assert "nothing was saved, because" not in refused.stderr
     assert refused.lines == []
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 _STDERR = 2
 _WRONG_USE = 2
+# A shell adds this number to that of the signal that has ended a command.
+_FIRST_SIGNAL_STATUS = 128
+# The rule for a script that `--resume` does not support.
+_REFUSED_SCRIPT = "H738"
 # How long the verdict waits for a reader of stderr. The supervisor has already waited longer for
 # the output of the command to be read.
 _PATIENCE_SECONDS = 5.0
@@ -177,11 +181,15 @@ def _print_outcome(outcome: RunOutcome, *, resume: bool) -> None:
 
     lines = [_describe_verdict(outcome)]
     if outcome.verdict.needs_action and outcome.verdict.fix:
-        lines.append(f"what to do: {outcome.verdict.first_advice}")
+        advice = outcome.verdict.first_advice
+        if resume and outcome.exit_code > _FIRST_SIGNAL_STATUS and _was_saved(outcome):
+            advice = f"Run the same command again to continue from the newest checkpoint. {advice}"
+        lines.append(f"what to do: {advice}")
     attempts = counted(outcome.attempts, "attempt")
     command = f"holdfast explain {shlex.quote(_shorten(outcome.run_path))}"
     lines.append(f"{attempts} in {duration(outcome.seconds)}; {outcome.why}; details: {command}")
-    if resume and not _was_saved(outcome):
+    is_refused = outcome.verdict.cause == _REFUSED_SCRIPT
+    if resume and not is_refused and not _was_saved(outcome):
         lines.append("nothing was saved, because the script has not stepped a torch optimizer")
     # A pipe that is closed, or that nobody reads, must neither change the exit code nor delay it
     # for long. The verdict is also in the run directory.

@@ -48,7 +48,11 @@ _NO_ERROR = re.compile(
     r"|\bLmod\b|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b"
     # Hydra prints this below the error that it reports.
     r"|^Error executing job with overrides"
-    r"|^srun: error: .{1,200}: Exited with exit code",
+    r"|^srun: error: .{1,200}: Exited with exit code"
+    # What may happen, as in "This is not supported for all configurations and can yield errors".
+    r"|\b(?:can|may|might|could) (?:yield|cause|lead to|result in) errors?\b"
+    # Slurm runs epilogs, and steps, in another directory then.
+    r"|^slurmstepd: error: .{0,60}couldn't change working dir",
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")

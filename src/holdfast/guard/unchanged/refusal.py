@@ -12,6 +12,7 @@ from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import ExceptionRaised
 from holdfast.core.raised import describe_exception
+from holdfast.guard.unchanged.frames import frames_of_script
 
 # The exit code for incorrect usage, as in `holdfast run`.
 EXIT_CODE = 2
@@ -46,9 +47,9 @@ def resume_differs(difference: str) -> UnchangedScriptError:
         f"the resumed script differs from its earlier attempt: {difference}",
         limit="the rest of the run would differ from an undisturbed one",
         fix=(
-            "undo changes to the script and its data. If there were none, the script depends on"
-            " something that no checkpoint holds; use a Guard, or start again with another"
-            " --run-dir."
+            "undo changes to the script and its data, and let it load no checkpoint or log of its"
+            " own at the start. If it does neither, it depends on something that no checkpoint"
+            " holds; use a Guard, or start again with another --run-dir."
         ),
         rule="H739",
     )
@@ -65,6 +66,13 @@ def end_process(error: HoldfastError, emit: Callable[[EventData], None]) -> NoRe
         emit: Records an event.
     """
     facts = describe_exception(error, error.__traceback__)
+    # The traceback has only frames of holdfast, because the script did not raise the error.
+    frames = [
+        [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]
+        for frame in frames_of_script(sys._getframe())
+    ]
+    if frames:
+        facts["frames"] = frames[::-1]
     emit(ExceptionRaised(**facts, thread="MainThread", fatal=True))
     with suppress(OSError, ValueError):
         sys.stdout.flush()

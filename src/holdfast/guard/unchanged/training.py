@@ -130,8 +130,8 @@ class Training:
             self.guard.before_step(optimizer)
         else:
             self.stop_saving(
-                f"the script steps a {type(optimizer).__name__} that did not exist at its first"
-                " step, and no checkpoint would hold its state"
+                f"the script steps an optimizer ({type(optimizer).__name__}) that did not exist at"
+                " its first step, and no checkpoint would hold its state"
             )
         self._has_stepped = True
 
@@ -144,7 +144,10 @@ class Training:
         if self._unsaveable is None:
             self._unsaveable = why
             self.guard.emit(
-                run_events.ResumeMayDiffer(why=f"none for the rest of the run, because {why}")
+                run_events.ResumeMayDiffer(
+                    why="bit-exact from the newest checkpoint, but nothing is saved from here on,"
+                    f" because {why}"
+                )
             )
 
     # --- boundaries
