@@ -87,16 +87,16 @@ class Generators(Programs):
         """Five critic steps per generator step; the critic's loss is negative and unbounded."""
         generator = mlp(2, 32, 2)
         critic = mlp(2, 64, 1, act=nn.LeakyReLU)
-        optimizer_g = optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9))
-        optimizer_c = optim.Adam(critic.parameters(), lr=3e-3, betas=(0.0, 0.9))
+        optimizer_g = optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.9))
+        optimizer_c = optim.Adam(critic.parameters(), lr=5e-3, betas=(0.5, 0.9))
         with self.watch(
             {"generator": generator, "critic": critic},
             {"generator": optimizer_g, "critic": optimizer_c},
             objective="adversarial",
         ):
-            for _ in range(160):
+            for _ in range(120):
                 for _ in range(5):
-                    real = moons(64)[0] + 1
+                    real = moons(64)[0] + 0.5
                     fake = generator(torch.randn(64, 2)).detach()
                     share = torch.rand(64, 1)
                     between = (share * real + (1 - share) * fake).requires_grad_()
@@ -272,21 +272,22 @@ class Generators(Programs):
                 optimizer.step()
 
     @healthy
-    def energy_by_contrast_of_samples(self) -> None:
-        """An energy model by contrastive divergence: its loss is a difference near zero."""
+    def energy_by_contrast_with_noise(self) -> None:
+        """Noise-contrastive estimation of an energy whose normalizer is a parameter as well."""
         energy = mlp(2, 64, 64, 1, act=nn.SiLU)
-        optimizer = optim.Adam(energy.parameters(), lr=2e-3)
-        chains = 1.5 * torch.randn(128, 2)
-        with self.watch(energy, optimizer, objective="adversarial"):
-            for _ in range(250):
-                for _ in range(8):
-                    chains.requires_grad_()
-                    slope = torch.autograd.grad(energy(chains).sum(), chains)[0]
-                    chains = chains.detach() - 0.05 * slope + 0.05 * torch.randn_like(chains)
-                real = ring(128)
-                high = energy(chains)
-                low = energy(real)
-                loss = (low - high).mean() + 0.01 * (low.square() + high.square()).mean()
+        energy.register_parameter("log_normalizer", nn.Parameter(torch.zeros(1)))
+        optimizer = optim.Adam(energy.parameters(), lr=4e-3)
+        noise = torch.distributions.Normal(0.0, 1.0)
+
+        def log_odds(points: Tensor) -> Tensor:
+            density = -energy(points).squeeze(1) - energy.log_normalizer
+            return density - noise.log_prob(points).sum(dim=1)
+
+        with self.watch(energy, optimizer):
+            for _ in range(400):
+                real = log_odds(ring(128))
+                drawn = log_odds(noise.sample((128, 2)))
+                loss = functional.softplus(-real).mean() + functional.softplus(drawn).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -78,7 +78,7 @@ class Structures(Programs):
 
     @healthy
     def oscillator_from_its_equation(self) -> None:
-        """A physics-informed net: no data, only an equation, with second derivatives in the loss."""
+        """A physics-informed net: no data, only an equation with second derivatives."""
         model = mlp(1, 32, 32, 1, act=nn.Tanh)
         optimizer = adam(model, 4e-3)
         start = torch.zeros(1, 1, requires_grad=True)

@@ -83,9 +83,9 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("Integer division of the bytes by 255 makes every pixel below white zero.")
+    @faulty("Integer division of the bytes by 255 makes every pixel zero.")
     def integer_division_of_pixels(self) -> None:
-        """Nearly all inputs are zero, so only the biases learn how frequent the classes are."""
+        """All inputs are zero, so only the biases learn how frequent the classes are."""
         images, labels = digit_images(self.seed)[:2]
         pixels = (images * 250).to(torch.uint8)
         scaled = (pixels // 255).float()
@@ -241,7 +241,7 @@ class WrongData(Programs):
         x, y = curve(self.seed, samples=1500)
         x = torch.where(torch.rand_like(x) < 0.08, -999.0, x)
         model = mlp(8, 32, 1)
-        optimizer = sgd(model, 1e-3)
+        optimizer = sgd(model, 0.05)
         with self.watch(model, optimizer):
             for _ in range(10):
                 for inputs, target in loader(x, y, size=50):

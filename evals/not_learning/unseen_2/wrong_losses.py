@@ -139,8 +139,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("`view` instead of `permute`: logits and labels of different positions are paired.")
-    def logits_viewed_instead_of_permuted(self) -> None:
+    @faulty("`reshape` instead of `permute`: logits and labels of different positions are paired.")
+    def logits_reshaped_instead_of_permuted(self) -> None:
         """A map of classes is copied wrongly; the loss stops near that of guessing."""
         model = nn.Sequential(
             nn.Conv2d(4, 24, 3, padding=1),
@@ -153,7 +153,7 @@ class WrongLosses(Programs):
                 labels = torch.randint(4, (16, 8, 8))
                 images = functional.one_hot(labels, 4).permute(0, 3, 1, 2).float()
                 logits = model(images + 0.2 * torch.randn_like(images))
-                loss = functional.cross_entropy(logits.view(-1, 4), labels.view(-1))
+                loss = functional.cross_entropy(logits.reshape(-1, 4), labels.reshape(-1))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -173,7 +173,7 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The sum over the batch, with a learning rate chosen for its mean, is too steep.")
+    @faulty("The loss is summed over the batch, but the learning rate was chosen for the mean.")
     def sum_over_a_large_batch(self) -> None:
         """The steps are 512 times as large as meant; the loss blows up."""
         x, y = friedman(2048)

@@ -137,15 +137,14 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Weights are drawn with standard deviation 1, ten times too large, under tanh.")
+    @faulty("The hidden weights have standard deviation 1, ten times too much for tanh units.")
     def saturated_from_the_start(self) -> None:
         """The hidden units are at plus or minus one from the first step and stay there."""
         x, y = curve(self.seed, features=64)
         model = mlp(64, 128, 128, 1, act=nn.Tanh)
-        for module in model:
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=3.0)
-        optimizer = sgd(model, 1e-4)
+        nn.init.normal_(model[0].weight, std=1.0)
+        nn.init.normal_(model[2].weight, std=1.0)
+        optimizer = adam(model, 1e-3)
         with self.watch(model, optimizer):
             for inputs, target in batches((x, y), 64, 250):
                 loss = functional.mse_loss(model(inputs), target)
@@ -274,26 +273,28 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("`padding_idx` is the id of a real and decisive word, whose vector stays zero.")
-    def padding_index_of_a_real_word(self) -> None:
-        """Words that look like padding are never learned, and the loss stops halfway."""
+    @faulty("`padding_idx` is the id of a real and frequent user, whose vector stays zero.")
+    def padding_index_of_a_real_user(self) -> None:
+        """For user 0, who gave half of the ratings, the match is always zero; the loss stops."""
+        taste = torch.randn(20, 3)
+        film = torch.randn(30, 3)
         model = Wired(
-            lambda net, words: net.out(net.embed(words).flatten(1)),
-            embed=nn.Embedding(8, 12, padding_idx=1),
-            out=nn.Linear(48, 8),
+            lambda net, user, item: (net.user(user) * net.item(item)).sum(dim=1),
+            user=nn.Embedding(20, 6, padding_idx=0),
+            item=nn.Embedding(30, 6),
         )
-        nn.init.zeros_(model.embed.weight)
-        optimizer = adam(model, 5e-3)
+        optimizer = adam(model, 2e-2)
         with self.watch(model, optimizer):
-            for _ in range(300):
-                words = torch.where(torch.rand(64, 4) < 0.6, 1, torch.randint(8, (64, 4)))
-                labels = (words == 1).sum(dim=1)
-                loss = functional.cross_entropy(model(words), labels)
+            for _ in range(350):
+                user = torch.where(torch.rand(128) < 0.5, 0, torch.randint(20, (128,)))
+                item = torch.randint(30, (128,))
+                score = (taste[user] * film[item]).sum(dim=1)
+                loss = functional.mse_loss(model(user, item), score)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Batch norm over batches of one or two rows erases what distinguishes them.")
+    @faulty("Batch norm over batches of two rows erases what distinguishes them.")
     def batch_norm_over_two_rows(self) -> None:
         """Each feature becomes plus or minus one; the loss of the regression hardly falls."""
         x, y = curve(self.seed)

@@ -275,9 +275,9 @@ class WrongSteps(Programs):
         """Gradients and rate are as they should be, but most weights stay exactly the same."""
         x, y = digits(self.seed)[:2]
         model = mlp(64, 64, 10).to(torch.bfloat16)
-        optimizer = sgd(model, 1e-3)
+        optimizer = adam(model, 1e-4)
         with self.watch(model, optimizer):
-            for inputs, labels in batches((x.to(torch.bfloat16), y), 128, 250):
+            for inputs, labels in batches((x.to(torch.bfloat16), y), 64, 400):
                 loss = functional.cross_entropy(model(inputs).float(), labels)
                 optimizer.zero_grad()
                 loss.backward()
