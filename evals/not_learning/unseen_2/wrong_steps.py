@@ -62,7 +62,7 @@ class WrongSteps(Programs):
         """The new head keeps its random weights, and the trunk has to adapt to it."""
         images, labels = digit_images(self.seed)[:2]
         model = small_cnn(classes=100, width=8)
-        optimizer = sgd(model, 0.005, momentum=0.9)
+        optimizer = sgd(model, 0.02, momentum=0.9)
         model[-1] = nn.Linear(64, 10)
         with self.watch(model, optimizer):
             for inputs, target in batches((images, labels), 64, 150):
