@@ -69,11 +69,11 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Twelve sigmoid layers: the gradient vanishes before it reaches the first ones.")
+    @faulty("Six sigmoid layers: the gradient vanishes before it reaches the first ones.")
     def deep_stack_of_sigmoids(self) -> None:
         """The first layers do not move, and the loss stays at that of guessing."""
         x, y = digits(self.seed)[:2]
-        model = mlp(64, *[32] * 12, 10, act=nn.Sigmoid)
+        model = mlp(64, *[32] * 6, 10, act=nn.Sigmoid)
         optimizer = sgd(model, 0.05, momentum=0.9)
         with self.watch(model, optimizer):
             for inputs, labels in batches((x, y), 64, 300):
