@@ -46,7 +46,8 @@ class CachedDigits(Dataset):
 class WrongData(Programs):
     """Faulty programs whose mistake is in the data."""
 
-    @faulty("The inputs are shuffled without the labels, so the pairs do not belong together.")
+    # The inputs are shuffled without the labels, so the pairs do not belong together.
+    @faulty("", shows="H828")
     def labels_left_behind_by_a_shuffle(self) -> None:
         """The loss falls to the entropy of the labels and stays: the inputs say nothing."""
         x, y = digits(self.seed)[:2]
@@ -62,7 +63,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("A cache with one key for all samples returns the same image for every label.")
+    # A cache with one key for all samples returns the same image for every label.
+    @faulty("", shows="H828")
     def cache_with_a_constant_key(self) -> None:
         """Every input is identical; the loss settles at the entropy of the labels."""
         images, labels = digit_images(self.seed)[:2]
@@ -83,7 +85,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("Integer division of the bytes by 255 makes every pixel zero.")
+    # Integer division of the bytes by 255 makes every pixel zero.
+    @faulty("", shows="H828 H848 H856")
     def integer_division_of_pixels(self) -> None:
         """All inputs are zero, so only the biases learn how frequent the classes are."""
         images, labels = digit_images(self.seed)[:2]
@@ -99,7 +102,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The inputs are not normalized: columns differ by factors of thousands.")
+    # The inputs are not normalized: columns differ by factors of thousands.
+    @faulty("H856", shows="H825 H828 H848")
     def raw_columns_of_different_units(self) -> None:
         """One column of about a thousand saturates the tanh units; the rest does not count."""
         x, y = table("wine", self.seed, raw=True)[:2]
@@ -113,7 +117,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The targets are not scaled: they are around 5000, which the rate never reaches.")
+    # The targets are not scaled: they are around 5000, which the rate never reaches.
+    @faulty("", shows="H824 H828 H848")
     def house_prices_without_scaling(self) -> None:
         """The loss starts at tens of millions and hardly falls: the outputs move by 0.001."""
         x, y = friedman(2000)
@@ -128,7 +133,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("`next(iter(loader))` without shuffling gives the same first batch at every step.")
+    # `next(iter(loader))` without shuffling gives the same first batch at every step.
+    @faulty("", shows="H833")
     def first_batch_forever(self) -> None:
         """The training loss goes to zero, while the other rows are never seen."""
         x, y, held_x, held_y = digits(self.seed)
@@ -146,7 +152,8 @@ class WrongData(Programs):
                     with torch.no_grad():
                         self.score = functional.cross_entropy(model(held_x), held_y).item()
 
-    @faulty("The rows are sorted by class and not shuffled: every batch has a single class.")
+    # The rows are sorted by class and not shuffled: every batch has a single class.
+    @faulty("H843", shows="H826 H828")
     def batches_of_one_class(self) -> None:
         """The loss is near zero within a class and jumps whenever the next one begins."""
         x, y = digits(self.seed)[:2]
@@ -161,7 +168,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The target is among the features, so the model copies it and learns nothing else.")
+    # The target is among the features, so the model copies it and learns nothing else.
+    @faulty("")
     def target_column_left_in_the_table(self) -> None:
         """The loss falls to almost nothing at once, although the labels are noisy."""
         x, y = blobs(self.seed, classes=2)
@@ -178,7 +186,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The series predicts itself: the window to forecast from contains the value asked for.")
+    # The series predicts itself: the window to forecast from contains the value asked for.
+    @faulty("")
     def forecast_of_a_value_it_sees(self) -> None:
         """The error goes to zero, far below the noise of the series."""
         series = seasons(100, 80)
@@ -194,7 +203,8 @@ class WrongData(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The images are flipped at random, but their masks are not.")
+    # The images are flipped at random, but their masks are not.
+    @faulty("")
     def flipped_images_with_unflipped_masks(self) -> None:
         """Half of the masks are in the wrong place; the loss stops at a high level."""
         images, masks = discs(600)
@@ -216,7 +226,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("A vocabulary of the wrong corpus maps nearly every word to the unknown token.")
+    # A vocabulary of the wrong corpus maps nearly every word to the unknown token.
+    @faulty("", shows="H828")
     def words_that_are_all_unknown(self) -> None:
         """Texts of one repeated id; the loss stays at the logarithm of the three classes."""
         model = Wired(
@@ -235,7 +246,8 @@ class WrongData(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Missing values are marked with -999 and go into the net as if they were measured.")
+    # Missing values are marked with -999 and go into the net as if they were measured.
+    @faulty("", shows="H801 H802 H804 H825 H826 H828 H848 H856")
     def missing_values_as_large_numbers(self) -> None:
         """The loss jumps by orders of magnitude; huge inputs drown the others."""
         x, y = curve(self.seed, samples=1500)
@@ -250,7 +262,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("A reshape instead of a transpose mixes the values of different samples.")
+    # A reshape instead of a transpose mixes the values of different samples.
+    @faulty("", shows="H828")
     def reshape_that_mixes_samples(self) -> None:
         """Rows hold pieces of other rows; the loss hardly falls below that of guessing."""
         x, y = blobs(self.seed, samples=2000, features=16, classes=4)
@@ -266,7 +279,8 @@ class WrongData(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The augmentation adds noise ten times as strong as the image.")
+    # The augmentation adds noise ten times as strong as the image.
+    @faulty("", shows="H828")
     def augmentation_that_drowns_the_image(self) -> None:
         """Training stays near the loss of guessing, while clean images would be easy."""
         images, labels = digit_images(self.seed)[:2]

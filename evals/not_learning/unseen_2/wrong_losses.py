@@ -24,7 +24,8 @@ from evals.not_learning.program import Programs, adam, adamw, faulty, sgd
 class WrongLosses(Programs):
     """Faulty programs whose mistake is in the loss."""
 
-    @faulty("Outputs (n, 1) minus targets (n,) broadcast to (n, n) in a hand-written loss.")
+    # Outputs (n, 1) minus targets (n,) broadcast to (n, n) in a hand-written loss.
+    @faulty("H841", shows="H828")
     def squared_error_of_a_matrix(self) -> None:
         """The loss settles at the variance of the targets: the best answer is their mean."""
         x, y = scaled_diabetes(self.seed)[:2]
@@ -37,7 +38,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Softmax is applied before the cross-entropy, which applies it again.")
+    # Softmax is applied before the cross-entropy, which applies it again.
+    @faulty("H836", shows="H828")
     def softmax_before_cross_entropy(self) -> None:
         """With ten classes the loss cannot fall below 1.46, and it falls slowly."""
         images, labels = digit_images(self.seed)[:2]
@@ -51,7 +53,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The model ends in a sigmoid, and the loss takes its outputs for logits.")
+    # The model ends in a sigmoid, and the loss takes its outputs for logits.
+    @faulty("H838")
     def sigmoid_twice(self) -> None:
         """The loss stays near 0.5, as probabilities between 0.5 and 0.73 are all it can give."""
         x, y = table("breast_cancer", self.seed)[:2]
@@ -65,7 +68,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("NLLLoss is given raw logits instead of log-probabilities.")
+    # NLLLoss is given raw logits instead of log-probabilities.
+    @faulty("H839 H855", shows="H801 H802 H804")
     def likelihood_of_raw_logits(self) -> None:
         """The loss is negative and falls without end, while the logits grow without limit."""
         x, y = digits(self.seed)[:2]
@@ -79,7 +83,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The sign is wrong: a likelihood is minimized that should be maximized.")
+    # The sign is wrong: a likelihood is minimized that should be maximized.
+    @faulty("H831", shows="H801 H802 H804 H826 H828 H840")
     def likelihood_without_its_minus(self) -> None:
         """The loss falls towards minus infinity as the true classes are made impossible."""
         x, y = blobs(self.seed)
@@ -93,7 +98,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The class numbers are regressed with the squared error as if they were quantities.")
+    # The class numbers are regressed with the squared error as if they were quantities.
+    @faulty("")
     def class_numbers_as_quantities(self) -> None:
         """One output for ten unordered classes; the loss falls to a few units and stays there."""
         x, y = digits(self.seed)[:2]
@@ -107,7 +113,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Only the first of three terms reaches backward; a debugging line was left in.")
+    # Only the first of three terms reaches backward; a debugging line was left in.
+    @faulty("H814")
     def only_one_term_of_three(self) -> None:
         """The box and size heads get no gradient and stay as initialized."""
         x = torch.randn(1500, 12)
@@ -139,7 +146,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("`reshape` instead of `permute`: logits and labels of different positions are paired.")
+    # `reshape` instead of `permute`: logits and labels of different positions are paired.
+    @faulty("", shows="H828")
     def logits_reshaped_instead_of_permuted(self) -> None:
         """A map of classes is copied wrongly; the loss stops near that of guessing."""
         model = nn.Sequential(
@@ -158,7 +166,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("`kl_div` is given probabilities where it expects log-probabilities.")
+    # `kl_div` is given probabilities where it expects log-probabilities.
+    @faulty("H855 H839")
     def divergence_of_probabilities(self) -> None:
         """The loss is negative from the start and falls only a little: it is no divergence."""
         x, y = blobs(self.seed, classes=4)
@@ -173,7 +182,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The loss is summed over the batch, but the learning rate was chosen for the mean.")
+    # The loss is summed over the batch, but the learning rate was chosen for the mean.
+    @faulty("H825", shows="H801 H802 H804 H826 H828 H848")
     def sum_over_a_large_batch(self) -> None:
         """The steps are 512 times as large as meant; the loss blows up."""
         x, y = friedman(2048)
@@ -187,7 +197,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("`ignore_index` is a real class: label 0, a third of the rows, is left out.")
+    # `ignore_index` is a real class: label 0, a third of the rows, is left out.
+    @faulty("")
     def real_class_is_ignored(self) -> None:
         """The loss goes to zero, but class 0 is never predicted."""
         x, y = table("wine", self.seed)[:2]
@@ -202,7 +213,8 @@ class WrongLosses(Programs):
                 optimizer.step()
         self.score = (model(x).argmax(dim=1) == y).float().mean().item()
 
-    @faulty("Cosine embedding loss is given labels 0 and 1 instead of -1 and 1.")
+    # Cosine embedding loss is given labels 0 and 1 instead of -1 and 1.
+    @faulty("H855")
     def cosine_loss_with_zero_labels(self) -> None:
         """Pairs with label 0 cost nothing, so all vectors collapse and the loss vanishes."""
         x, y = blobs(self.seed, classes=6)
@@ -218,7 +230,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The accuracy of rounded predictions is optimized: rounding has no gradient.")
+    # The accuracy of rounded predictions is optimized: rounding has no gradient.
+    @faulty("H815", shows="H814 H828")
     def loss_of_rounded_predictions(self) -> None:
         """All gradients are exactly zero; the loss moves only with the batch."""
         x, y = table("breast_cancer", self.seed)[:2]
@@ -232,7 +245,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Class weights are upside down: the rare class counts least.")
+    # Class weights are upside down: the rare class counts least.
+    @faulty("")
     def weights_that_favour_the_majority(self) -> None:
         """The loss looks small and the rare class, one row in fifteen, is never predicted."""
         x = torch.randn(3000, 8)
@@ -250,7 +264,8 @@ class WrongLosses(Programs):
         rare = model(x[y == 1]).argmax(dim=1)
         self.score = rare.float().mean().item()
 
-    @faulty("The divergence of the autoencoder weighs so much that the code carries nothing.")
+    # The divergence of the autoencoder weighs so much that the code carries nothing.
+    @faulty("", shows="H828")
     def divergence_that_swallows_the_code(self) -> None:
         """Posterior collapse: reconstructions are the mean image, the loss soon stands still."""
         images = digits(self.seed).x
@@ -270,7 +285,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The padding is not masked: most positions in the tagging loss are padding.")
+    # The padding is not masked: most positions in the tagging loss are padding.
+    @faulty("")
     def padding_counts_as_a_tag(self) -> None:
         """The loss falls quickly because padding is easy; the rare real tags hardly count."""
         model = Wired(
@@ -290,7 +306,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The root of a squared difference that is exactly zero gives NaN gradients.")
+    # The root of a squared difference that is exactly zero gives NaN gradients.
+    @faulty("H802", shows="H801 H804")
     def root_of_zero(self) -> None:
         """The loss is finite at first, and NaN after the first pair of identical rows."""
         x, y = curve(self.seed)
@@ -308,7 +325,8 @@ class WrongLosses(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The softmax of the predictions runs over the batch instead of over the classes.")
+    # The softmax of the predictions runs over the batch instead of over the classes.
+    @faulty("H842 H839", shows="H828")
     def softmax_over_the_batch(self) -> None:
         """Rows compete with each other; the loss starts at the log of the batch size."""
         images, labels = digit_images(self.seed)[:2]

@@ -43,7 +43,8 @@ class HiddenList(nn.Module):
 class WrongNetworks(Programs):
     """Faulty programs whose mistake is in the network."""
 
-    @faulty("A rectifier after the last layer makes negative outputs of a regression impossible.")
+    # A rectifier after the last layer makes negative outputs of a regression impossible.
+    @faulty("H837 H855", shows="H815 H828")
     def rectifier_on_the_output(self) -> None:
         """Half of the standardised targets are negative; for them the output is stuck at zero."""
         x, y = scaled_diabetes(self.seed)[:2]
@@ -56,7 +57,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("A sigmoid limits the outputs to 0 to 1, but the targets lie between 25 and 346.")
+    # A sigmoid limits the outputs to 0 to 1, but the targets lie between 25 and 346.
+    @faulty("H855", shows="H815 H828 H848")
     def sigmoid_for_unbounded_targets(self) -> None:
         """The outputs saturate at one; the loss stays in the tens of thousands."""
         x, y = table("diabetes", self.seed)[:2]
@@ -69,7 +71,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Six sigmoid layers: the gradient vanishes before it reaches the first ones.")
+    # Six sigmoid layers: the gradient vanishes before it reaches the first ones.
+    @faulty("H848", shows="H828")
     def deep_stack_of_sigmoids(self) -> None:
         """The first layers do not move, and the loss stays at that of guessing."""
         x, y = digits(self.seed)[:2]
@@ -82,7 +85,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("All weights and biases start at zero, so nothing passes through the hidden layers.")
+    # All weights and biases start at zero, so nothing passes through the hidden layers.
+    @faulty("H822", shows="H814 H828 H848")
     def all_weights_at_zero(self) -> None:
         """Only the last bias receives a gradient; the loss stays at the entropy of the labels."""
         images, labels = digit_images(self.seed)[:2]
@@ -97,7 +101,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("All weights of a layer have one value, so its units stay copies of each other.")
+    # All weights of a layer have one value, so its units stay copies of each other.
+    @faulty("H822", shows="H828")
     def units_that_stay_equal(self) -> None:
         """A hidden layer of 48 units learns no more than a single one could."""
         x, y = blobs(self.seed, classes=6)
@@ -113,7 +118,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The hidden weights have standard deviation 1, eight times too much for tanh units.")
+    # The hidden weights have standard deviation 1, eight times too much for tanh units.
+    @faulty("H848", shows="H828")
     def saturated_from_the_start(self) -> None:
         """The hidden units are at plus or minus one from the first step and stay there."""
         x, y = curve(self.seed, samples=8000, features=16)
@@ -129,7 +135,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Dropout drops 95 % where 5 % was meant: the probability is that of dropping.")
+    # Dropout drops 95 % where 5 % was meant: the probability is that of dropping.
+    @faulty("", shows="H828")
     def dropout_of_nearly_everything(self) -> None:
         """The training loss stays high and noisy, though the classes are easy to separate."""
         x, y = digits(self.seed)[:2]
@@ -150,7 +157,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Dropout on the logits zeroes the outputs themselves, also those of the true class.")
+    # Dropout on the logits zeroes the outputs themselves, also those of the true class.
+    @faulty("")
     def dropout_on_the_logits(self) -> None:
         """The loss has a floor that no weights can lower, and jumps from batch to batch."""
         x, y = table("wine", self.seed)[:2]
@@ -163,7 +171,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("A bias of -8 kills all rectified units of the first layer for every input.")
+    # A bias of -8 kills all rectified units of the first layer for every input.
+    @faulty("", shows="H814 H828 H848")
     def rectifiers_dead_at_birth(self) -> None:
         """No unit is ever active: outputs are constant, gradients before the last layer zero."""
         x, y = table("breast_cancer", self.seed)[:2]
@@ -179,7 +188,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The hidden layers are in a plain list: the model has no such parameters to train.")
+    # The hidden layers are in a plain list: the model has no such parameters to train.
+    @faulty("H808", shows="H811 H828")
     def layers_in_a_plain_list(self) -> None:
         """The unregistered layers stay random; the outer two learn around them, if slowly."""
         x, y = blobs(self.seed, classes=5)
@@ -192,7 +202,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("There is no activation between the layers, so the net is a single linear map.")
+    # There is no activation between the layers, so the net is a single linear map.
+    @faulty("", shows="H828")
     def no_activation_between_layers(self) -> None:
         """Spirals cannot be separated linearly; the loss stops just below log 2."""
         x, y = spirals(self.seed)
@@ -205,7 +216,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The language model reads in both directions, so it sees the character to predict.")
+    # The language model reads in both directions, so it sees the character to predict.
+    @faulty("")
     def language_model_that_sees_the_future(self) -> None:
         """The loss falls far below what the text allows, as the answer is in the input."""
         ids, symbols = library_text()
@@ -224,7 +236,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The padding mask is inverted: attention reads the padding and hides the words.")
+    # The padding mask is inverted: attention reads the padding and hides the words.
+    @faulty("", shows="H828")
     def attention_to_the_padding_only(self) -> None:
         """Outputs do not depend on the words; the loss stays at the logarithm of the classes."""
         model = Wired(
@@ -255,7 +268,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("`padding_idx` is the id of a real and frequent user, whose vector stays zero.")
+    # `padding_idx` is the id of a real and frequent user, whose vector stays zero.
+    @faulty("")
     def padding_index_of_a_real_user(self) -> None:
         """For user 0, who gave half of the ratings, the match is always zero; the loss stops."""
         taste = torch.randn(20, 3)
@@ -276,7 +290,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Batch norm over batches of two rows erases what distinguishes them.")
+    # Batch norm over batches of two rows erases what distinguishes them.
+    @faulty("", shows="H828")
     def batch_norm_over_two_rows(self) -> None:
         """Each feature becomes plus or minus one; the loss of the regression hardly falls."""
         x, y = curve(self.seed)
@@ -297,7 +312,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("A layer norm over a single output makes every prediction the same constant.")
+    # A layer norm over a single output makes every prediction the same constant.
+    @faulty("", shows="H814 H828 H848")
     def normalized_single_output(self) -> None:
         """The normalized output is always zero times its scale; only its bias can learn."""
         x, y = curve(self.seed)
@@ -310,7 +326,8 @@ class WrongNetworks(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The model stays in eval mode after the first validation: batch norm never adapts.")
+    # The model stays in eval mode after the first validation: batch norm never adapts.
+    @faulty("H834")
     def eval_mode_after_validation(self) -> None:
         """From the second epoch on, dropout is off and running statistics no longer change."""
         images, labels, held_images, held_labels = digit_images(self.seed)
@@ -328,7 +345,8 @@ class WrongNetworks(Programs):
                 with torch.no_grad():
                     self.score = functional.cross_entropy(model(held_images), held_labels).item()
 
-    @faulty("Global pooling comes before the convolutions, so every position is averaged away.")
+    # Global pooling comes before the convolutions, so every position is averaged away.
+    @faulty("", shows="H828")
     def pooled_before_the_convolutions(self) -> None:
         """Only the mean brightness of an image remains; the loss falls a little and stops."""
         images, labels = digit_images(self.seed)[:2]

@@ -31,7 +31,8 @@ from evals.not_learning.program import Programs, adam, adamw, faulty, follow, sg
 class WrongSteps(Programs):
     """Faulty programs whose mistake is in the steps."""
 
-    @faulty("The gradients are never cleared, so each step repeats all those before it.")
+    # The gradients are never cleared, so each step repeats all those before it.
+    @faulty("H811", shows="H801 H802 H804 H825 H826 H828")
     def gradients_that_pile_up(self) -> None:
         """The loss oscillates with growing swings."""
         x, y = friedman(1500)
@@ -44,7 +45,8 @@ class WrongSteps(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("`zero_grad` stands between backward and step, so every step sees no gradient.")
+    # `zero_grad` stands between backward and step, so every step sees no gradient.
+    @faulty("H817 H813", shows="H828")
     def cleared_before_the_step(self) -> None:
         """Nothing changes: the weights at the end are those of the beginning."""
         x, y = digits(self.seed)[:2]
@@ -57,7 +59,8 @@ class WrongSteps(Programs):
                 optimizer.zero_grad()
                 optimizer.step()
 
-    @faulty("The head was replaced after the optimizer was made: the new head is not in it.")
+    # The head was replaced after the optimizer was made: the new head is not in it.
+    @faulty("H808 H809", shows="H811 H814")
     def optimizer_made_before_the_new_head(self) -> None:
         """The new head keeps its random weights, and the trunk has to adapt to it."""
         images, labels = digit_images(self.seed)[:2]
@@ -71,7 +74,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The optimizer holds the parameters of a copy of the model, not of the trained one.")
+    # The optimizer holds the parameters of a copy of the model, not of the trained one.
+    @faulty("H808 H809", shows="H813 H814 H828")
     def optimizer_of_a_copy(self) -> None:
         """The gradients are there, but the steps change another model; the loss stays."""
         x, y = table("breast_cancer", self.seed)[:2]
@@ -84,7 +88,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The learning rate is a thousand times too high for SGD.")
+    # The learning rate is a thousand times too high for SGD.
+    @faulty("H825", shows="H801 H802 H804 H826 H828 H848")
     def rate_far_too_high(self) -> None:
         """The loss explodes within a few steps and comes back as a flat line or not at all."""
         x, y = blobs(self.seed)
@@ -97,7 +102,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The learning rate of Adam is far too low: 1e-7.")
+    # The learning rate of Adam is far too low: 1e-7.
+    @faulty("H824", shows="H828")
     def rate_far_too_low(self) -> None:
         """The loss falls in the fourth digit; with 1e-3 it would be nothing by the end."""
         series = seasons(300, 32)
@@ -115,7 +121,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("A decay of 0.9 meant per epoch is applied per batch: the rate soon is nothing.")
+    # A decay of 0.9 meant per epoch is applied per batch: the rate soon is nothing.
+    @faulty("H820 H819")
     def epoch_schedule_stepped_per_batch(self) -> None:
         """The loss falls for two dozen steps and then stands still, far from converged."""
         x, y = digits(self.seed)[:2]
@@ -131,7 +138,8 @@ class WrongSteps(Programs):
                     optimizer.step()
                     scheduler.step()
 
-    @faulty("The warm-up is counted in steps, but the scheduler is stepped once per epoch.")
+    # The warm-up is counted in steps, but the scheduler is stepped once per epoch.
+    @faulty("H820", shows="H824 H828")
     def warmup_that_never_ends(self) -> None:
         """The rate is still at a few thousandths of its goal when training ends."""
         x, y = blobs(self.seed, classes=6)
@@ -147,7 +155,8 @@ class WrongSteps(Programs):
                     optimizer.step()
                 scheduler.step()
 
-    @faulty("The norm of the gradients is clipped to 1e-5, which leaves SGD no steps.")
+    # The norm of the gradients is clipped to 1e-5, which leaves SGD no steps.
+    @faulty("H824", shows="H828")
     def clipped_to_nothing(self) -> None:
         """Gradients are large before they are clipped; the loss goes down imperceptibly."""
         x, y = curve(self.seed)
@@ -161,7 +170,8 @@ class WrongSteps(Programs):
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm=1e-5)
                 optimizer.step()
 
-    @faulty("Weight decay of 50 in AdamW pulls all weights to zero faster than they learn.")
+    # Weight decay of 50 in AdamW pulls all weights to zero faster than they learn.
+    @faulty("H858", shows="H828 H848")
     def decay_that_eats_the_weights(self) -> None:
         """The norm of the weights shrinks to nothing; the loss goes to the entropy of labels."""
         x, y = digits(self.seed)[:2]
@@ -174,9 +184,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty(
-        "The features go through numpy on the way to the head, so the encoder gets no gradient."
-    )
+    # The features go through numpy on the way to the head, so the encoder gets no gradient.
+    @faulty("H814")
     def encoder_cut_off_by_numpy(self) -> None:
         """The encoder remains as it was initialized; only the head learns."""
         images, labels = digit_images(self.seed)[:2]
@@ -192,7 +201,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("A new optimizer is made at every step, so Adam's averages are always empty.")
+    # A new optimizer is made at every step, so Adam's averages are always empty.
+    @faulty("")
     def optimizer_made_anew_each_step(self) -> None:
         """Each step is the rate times the sign of a gradient; the loss stops at a noisy level."""
         x, y = scaled_diabetes(self.seed)[:2]
@@ -206,7 +216,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The model is created again in every epoch, while the optimizer holds the first one.")
+    # The model is created again in every epoch, while the optimizer holds the first one.
+    @faulty("H808 H809", shows="H811 H813 H814 H828")
     def model_made_anew_each_epoch(self) -> None:
         """In the second epoch the loss is back at its start and no longer falls."""
         x, y = blobs(self.seed, classes=4)
@@ -222,7 +233,8 @@ class WrongSteps(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The trunk was frozen for the first epochs and is never unfrozen, though it is random.")
+    # The trunk was frozen for the first epochs and is never unfrozen, though it is random.
+    @faulty("H814")
     def trunk_that_is_never_unfrozen(self) -> None:
         """A random, narrow trunk limits what the head can learn; the loss stops high."""
         x, y = wavy_rings(self.seed)
@@ -241,7 +253,8 @@ class WrongSteps(Programs):
                     loss.backward()
                     optimizer.step()
 
-    @faulty("The slow average is copied back into the model after each step and undoes it.")
+    # The slow average is copied back into the model after each step and undoes it.
+    @faulty("", shows="H824 H828")
     def average_copied_back_into_the_model(self) -> None:
         """Only a thousandth of each update survives, and the loss falls as slowly."""
         x, y = digits(self.seed)[:2]
@@ -257,7 +270,8 @@ class WrongSteps(Programs):
                 follow(average, model, 0.001)
                 model.load_state_dict(average.state_dict())
 
-    @faulty("The optimizer was told to maximize, and it maximizes the loss.")
+    # The optimizer was told to maximize, and it maximizes the loss.
+    @faulty("H831", shows="H801 H802 H804 H826 H828")
     def optimizer_that_climbs(self) -> None:
         """The loss rises steadily from the first step on."""
         x, y = table("wine", self.seed)[:2]
@@ -270,7 +284,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("Weights in bfloat16 are too coarse for the small updates, which round to nothing.")
+    # Weights in bfloat16 are too coarse for the small updates, which round to nothing.
+    @faulty("", shows="H824 H828")
     def updates_lost_to_rounding(self) -> None:
         """Gradients and rate are as they should be, but most weights stay exactly the same."""
         x, y = digits(self.seed)[:2]
@@ -283,7 +298,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The state of the recurrent net is zeroed inside the loop over time.")
+    # The state of the recurrent net is zeroed inside the loop over time.
+    @faulty("", shows="H814")
     def state_reset_at_each_character(self) -> None:
         """A recurrent model that remembers nothing; the loss stops at that of pairs."""
         ids, symbols = library_text()
@@ -308,7 +324,8 @@ class WrongSteps(Programs):
                 loss.backward()
                 optimizer.step()
 
-    @faulty("The generator's samples are detached in its own loss, so it gets no gradient.")
+    # The generator's samples are detached in its own loss, so it gets no gradient.
+    @faulty("H813 H814", shows="H853")
     def generator_behind_a_detach(self) -> None:
         """The discriminator wins at once; the generator's weights never change."""
         generator = mlp(4, 32, 2)
@@ -336,7 +353,8 @@ class WrongSteps(Programs):
                 loss_g.backward()
                 optimizer_g.step()
 
-    @faulty("The advantage has the wrong sign: good actions become less likely.")
+    # The advantage has the wrong sign: good actions become less likely.
+    @faulty("H831")
     def policy_that_avoids_rewards(self) -> None:
         """The mean reward falls from a quarter to zero."""
         best = torch.randint(4, (6,))
@@ -356,7 +374,8 @@ class WrongSteps(Programs):
                 optimizer.step()
                 self.score = reward.mean().item()
 
-    @faulty("The target net is never updated, so the values of a random net are learned.")
+    # The target net is never updated, so the values of a random net are learned.
+    @faulty("")
     def target_net_that_is_never_updated(self) -> None:
         """The loss falls to nothing, yet the values of far places never include the reward."""
         online = mlp(10, 32, 2)
