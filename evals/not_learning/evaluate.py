@@ -36,7 +36,7 @@ from benchmarks.results_file import Figure, Options, Result, without_paths
 
 from evals.not_learning.program import Program, Programs, programs_in
 
-SETS = ("design", "held_out_2", "held_out_3", "unseen_1")
+SETS = ("design", "held_out_2", "held_out_3", "unseen_1", "unseen_2")
 _LOUD = ("error", "advice")
 
 # One run: program, healthy, seed, causes, detects, found (pairs of id and severity, in order),
