@@ -22,7 +22,10 @@ from holdfast.explain.speed_finding import SpeedFinding
 _FOREIGN = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/(?:python|pypy)\d|^<(?!string>|stdin>|ipython)|^<string>:__|/tqdm/"
     r"|/torch/(?:nn|utils|optim|distributed|autograd|_ops|_tensor)|(?:^|/)runpy\.py:"
-    r"|/holdfast/(?:guard|loader|forecast|memory|numerics|learning|checkpoint|supervise|recorder|core|integrations)/"
+)
+# The parts of holdfast that run in the process of a training loop.
+_HOLDFAST = re.compile(
+    r"/holdfast/(?:guard|loader|forecast|memory|numerics|learning|checkpoint|supervise|recorder|core|integrations)/"
 )
 _INSTALLED = re.compile(r"^.*/(?:(?:site|dist)-packages|lib(?:64)?/(?:python|pypy)[\d.]+)/")
 
@@ -278,7 +281,13 @@ class Evidence:
 
 def is_user_code(frame: Frame) -> bool:
     """Return whether a frame is in the user's code, not in Python's or a package's."""
-    return _FOREIGN.search(f"{frame.file}:{frame.function}") is None
+    is_foreign = _FOREIGN.search(f"{frame.file}:{frame.function}") is not None
+    return not is_foreign and not is_holdfast_code(frame)
+
+
+def is_holdfast_code(frame: Frame) -> bool:
+    """Return whether a frame is in the code of holdfast itself."""
+    return _HOLDFAST.search(frame.file) is not None
 
 
 def innermost_user_frame(frames: Sequence[Frame]) -> Frame:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,12 @@ from holdfast.core.control_groups import cpu_quota, read_fields
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.data import EventData
 from holdfast.core.events.process_events import ResourcesUsed, StacksSampled
-from holdfast.explain.evidence import innermost_user_frame
+from holdfast.explain.evidence import (
+    Frame,
+    innermost_user_frame,
+    is_holdfast_code,
+    is_user_code,
+)
 from holdfast.explain.hangs.evidence import ThreadLook
 from holdfast.recorder.progress import ProcessPhase, Standing, read_board
 from holdfast.recorder.run_files import (
@@ -111,12 +116,26 @@ class _Stacks:
         is_other_part = any(
             part in frame.file for frame in main_thread.frames for part in _OTHER_PARTS
         )
+        is_other_part = is_other_part or _runs_holdfast(main_thread.frames)
         # Operations of torch release the interpreter lock while they compute or wait for a device.
         if is_other_part or not main_thread.holds_gil or not main_thread.frames:
             return
         self.in_python += 1
         frame = innermost_user_frame(main_thread.frames)
         self.places[f"{Path(frame.file).name}:{frame.line} in {frame.function}"] += 1
+
+
+def _runs_holdfast(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread runs code of holdfast, which may call the script's functions.
+
+    The script cannot make this code faster, for example a save between two batches.
+    """
+    for frame in reversed(frames):
+        if is_holdfast_code(frame):
+            return True
+        if is_user_code(frame):
+            return False
+    return False
 
 
 class ResourceWatch:
