@@ -1,7 +1,7 @@
 """`holdfast run --resume` with scripts that do not import holdfast, and real kills.
 
-Most tests fork the supervisor and its scripts from a process that has loaded torch. Two start the
-command as a user does: one is killed and continued, one is refused.
+Most tests fork the supervisor and its scripts from a process that has loaded torch. A few start the
+command as a user does: one is killed and continued, others are refused.
 """
 
 from __future__ import annotations
@@ -526,9 +526,22 @@ def test_command_ends_with_2_if_its_script_is_refused(tmp_path: Path) -> None:
 
     assert refused.status == 2, refused.stderr
     assert "[H738]" in refused.stderr
-    assert f"{script}:" in refused.stderr, "the place in the script"
-    assert "nothing was saved, because" not in refused.stderr
     assert refused.lines == []
+
+
+@pytest.mark.slow
+def test_verdict_on_a_refusal_names_the_line_of_the_script(tmp_path: Path) -> None:
+    """The place is that of the step in the script, not one in holdfast."""
+    script = write_script(tmp_path, HEAD + REFUSED["no loader"] + "\nprint('trained')\n")
+    run_command(script, tmp_path)
+    (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+
+    command = [sys.executable, "-m", "holdfast", "explain", "--json", str(run)]
+    explained = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    verdict = json.loads(explained.stdout)
+    assert verdict["cause"] == "H738"
+    assert verdict["where"].startswith(f"{script}:")
 
 
 @pytest.mark.slow
