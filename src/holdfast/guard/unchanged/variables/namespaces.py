@@ -30,6 +30,24 @@ def namespaces(frames: Sequence[FrameType]) -> dict[str, dict[str, Any]]:
     return variables_by_name
 
 
+def namespace_of(frame: FrameType, frames: Sequence[FrameType]) -> str | None:
+    """Return the name under which `namespaces` returns the local variables of a frame.
+
+    Args:
+        frame: One of `frames`.
+        frames: The frames of the script on the stack, from the innermost one outward.
+    """
+    # From Python 3.13 on, each access to `f_locals` of a function returns another object, so only
+    # frames can be compared.
+    for name, function in functions_by_namespace(frames).items():
+        if function is frame:
+            return name
+    for name, variables in namespaces(frames).items():
+        if variables is frame.f_globals:
+            return name
+    return None
+
+
 def functions_by_namespace(frames: Sequence[FrameType]) -> dict[str, FrameType]:
     """Return the frames of the script's functions by namespace, without those of modules.
 

@@ -38,7 +38,7 @@ from holdfast.guard.unchanged.variables.kinds import (
     variables_of_closure,
 )
 from holdfast.guard.unchanged.variables.large_data import LargeData
-from holdfast.guard.unchanged.variables.namespaces import namespaces
+from holdfast.guard.unchanged.variables.namespaces import namespace_of, namespaces
 from holdfast.guard.unchanged.variables.random_sources import state_of_generator, states_of_sources
 from holdfast.loader.samplers import samplers_of
 
@@ -106,10 +106,12 @@ class VariableWriter:
             about_to_be_assigned: Local variables of the innermost frame that are left out, because
                 the script assigns them next.
         """
-        innermost = frames[0].f_locals if frames else None
+        innermost = None
+        if about_to_be_assigned and frames:
+            innermost = namespace_of(frames[0], frames)
         saved = {}
         for name, variables in namespaces(frames).items():
-            omitted = about_to_be_assigned if variables is innermost else frozenset()
+            omitted = about_to_be_assigned if name == innermost else frozenset()
             saved[name] = self._namespace(variables, omitted)
         return saved
 
