@@ -24,7 +24,7 @@ _SETTINGS_OF_GUARDED_STEPS: Mapping[str, tuple[object, ...]] = {
 def step_of_unknown_optimizer(optimizer: Optimizer) -> BatchError:
     """Return the error for an optimizer that changes guarded parameters without being guarded."""
     return BatchError(
-        f"the loop stepped a {type(optimizer).__name__} that the guard does not hold",
+        f"the loop stepped an optimizer ({type(optimizer).__name__}) that the guard does not hold",
         limit="it changes parameters of a guarded model, and no checkpoint would hold its state",
         fix="pass it to Guard (optimizer=...).",
         rule="H212",
