@@ -173,18 +173,18 @@ def recorded_outcomes() -> list[Outcome]:
 
 def record(outcome: Outcome) -> None:
     """Keep an outcome, in the place of an earlier one of the same case."""
-    kept = {other.case.name: other for other in recorded_outcomes()}
-    kept[outcome.case.name] = outcome
+    outcomes = {other.case.name: other for other in recorded_outcomes()}
+    outcomes[outcome.case.name] = outcome
     lines = [
         json.dumps(
             {
                 "name": case.name,
                 "fingerprint": fingerprint(case),
-                "failing": asdict(kept[case.name].failing),
-                "fixed": asdict(kept[case.name].fixed),
+                "failing": asdict(outcomes[case.name].failing),
+                "fixed": asdict(outcomes[case.name].fixed),
             }
         )
         for case in all_cases()
-        if case.name in kept
+        if case.name in outcomes
     ]
     RECORDED.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

@@ -102,7 +102,7 @@ def _start(command: str, folder: Path, output: IO[bytes]) -> subprocess.Popen[An
     One that only starts a program is forked from a process that has imported torch, because the
     import takes longer than everything else.
     """
-    given = {
+    options = {
         "cwd": folder,
         "env": _environment(),
         "stdin": subprocess.DEVNULL,
@@ -112,14 +112,14 @@ def _start(command: str, folder: Path, output: IO[bytes]) -> subprocess.Popen[An
     }
     plain = re.fullmatch(r"python (\w+\.py)", command)
     if plain is None or not (folder / plain[1]).exists():
-        return subprocess.Popen(["bash", "-c", SHELL_FUNCTIONS + command], **given)
+        return subprocess.Popen(["bash", "-c", SHELL_FUNCTIONS + command], **options)
     text = (folder / plain[1]).read_text(encoding="utf-8")
     frameworks = tuple(
         modules
         for name, modules in _FRAMEWORKS.items()
         if re.search(rf"^(?:from|import) {name}\b", text, re.MULTILINE)
     )
-    return Prepared([folder / plain[1]], loaded=(*WITHOUT_HOLDFAST, *frameworks), **given)
+    return Prepared([folder / plain[1]], loaded=(*WITHOUT_HOLDFAST, *frameworks), **options)
 
 
 def _environment() -> dict[str, str]:

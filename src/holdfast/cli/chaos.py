@@ -87,8 +87,8 @@ def run(
         typer.Option(
             "--exhaustive-saves",
             help=(
-                "Also kill the process before each system call by which a save changes a file."
-                " Give it a large --budget."
+                "Also kill the process before each write, rename or removal of a save. Give it a"
+                " large --budget."
             ),
         ),
     ] = False,
