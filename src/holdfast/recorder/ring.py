@@ -161,10 +161,10 @@ class RingWriter:
 
 
 def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
-    """Return a ring file mapped into memory. A missing or empty file is allocated first."""
+    """Return a ring file mapped into memory. A missing or blank file is allocated first."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        if os.fstat(descriptor).st_size == 0:
+        if _is_blank(os.pread(descriptor, HEADER_BYTES, 0)):
             os.posix_fallocate(descriptor, 0, size_bytes)
             os.pwrite(descriptor, header, 0)
         return mmap.mmap(descriptor, size_bytes)
@@ -193,7 +193,7 @@ def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.St
     """
     # Read the file itself, not the map, because reading the map would make all its pages resident.
     data = _read(path)
-    if not data:
+    if _is_blank(data):
         return 0
     if len(data) != size_bytes or not data.startswith(header):
         raise _NotARingError("its layout is different, or its header is damaged")
@@ -201,6 +201,14 @@ def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.St
     if damaged > _MOST_TORN:
         raise _NotARingError(f"{damaged:,} of its records are damaged")
     return records[-1].sequence if records else 0
+
+
+def _is_blank(data: bytes) -> bool:
+    """Return whether a file has no content yet: no bytes, or only the zeros of its allocation.
+
+    A process that reads a ring, or is killed, between the allocation and the header leaves zeros.
+    """
+    return not any(data)
 
 
 def _read(path: Path) -> bytes:
@@ -263,7 +271,7 @@ def read_ring(path: Path) -> list[Record]:
         data = _read(path)
     except _NotARingError as error:
         raise unreadable(path, f"not a recording ({error})") from error
-    if len(data) < HEADER_BYTES:
+    if len(data) < HEADER_BYTES or _is_blank(data):
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)
     if magic != MAGIC:

@@ -29,6 +29,10 @@ MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"
 _LIST_SECONDS = 0.01
 # The sentinel gives up after this time: a process in an uninterruptible wait cannot be killed.
 _SENTINEL_SECONDS = 20.0
+# A process that is starting a program has no environment for some microseconds, or milliseconds if
+# the program is read from the disk.
+_PROGRAM_START_SECONDS = 1.0
+_PROGRAM_START_TICK_SECONDS = 0.001
 
 
 class ProcessStat:
@@ -198,17 +202,46 @@ def _carries_mark(pid: int, mark: str) -> bool:
 
     The variable may hold several marks, because a supervised command may itself be a supervisor.
     """
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - faster
-            variables = file.read().split(b"\0")
-    except OSError:
-        return False
     prefix = MARK_VARIABLE.encode() + b"="
     return any(
         mark.encode() in variable[len(prefix) :].split(b",")
-        for variable in variables
+        for variable in _read_environment(pid).split(b"\0")
         if variable.startswith(prefix)
     )
+
+
+def _read_environment(pid: int) -> bytes:
+    """Return the environment of a process, or no bytes if the process has none or has ended.
+
+    While a process is starting a program (``execve``), its environment cannot be read, which would
+    hide its mark. This function waits until it can.
+    """
+    deadline = time.monotonic() + _PROGRAM_START_SECONDS
+    while True:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - faster
+                environment = file.read()
+        except OSError:
+            return b""
+        if environment or _has_no_environment(pid) or time.monotonic() > deadline:
+            return environment
+        time.sleep(_PROGRAM_START_TICK_SECONDS)
+
+
+def _has_no_environment(pid: int) -> bool:
+    """Return whether a process really has no environment, and is not just starting a program.
+
+    This is so if the process has no memory (zombies, threads of the kernel), or if its environment
+    starts and ends at the same address. In the middle of ``execve`` these addresses are still 0.
+    See "vsize", "env_start" and "env_end" in :manpage:`proc_pid_stat(5)`.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster
+            words = file.read().rpartition(b")")[2].split()
+        memory_bytes, start, end = int(words[20]), int(words[47]), int(words[48])
+    except (OSError, ValueError, IndexError):
+        return True
+    return memory_bytes == 0 or start == end != 0
 
 
 def catches(pid: int, number: int) -> bool:

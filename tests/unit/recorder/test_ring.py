@@ -61,6 +61,18 @@ def test_a_cut_file_starts_a_new_ring(path: Path) -> None:
     assert path.stat().st_size == HEADER_BYTES + 4 * _SLOT_BYTES
 
 
+def test_a_ring_without_a_header_is_read_as_empty_and_then_used(path: Path) -> None:
+    """A process that ends right after allocating the file leaves only zeros.
+
+    A reader finds no records in it, and the next writer uses it.
+    """
+    path.write_bytes(bytes(HEADER_BYTES + 4 * _SLOT_BYTES))
+    assert read_ring(path) == []
+    _fill(path, range(1, 3), capacity=4)
+    assert _payloads(path) == [1, 2]
+    assert not path.with_name("test.ring.old").exists()
+
+
 def test_the_space_is_allocated_at_the_start(path: Path) -> None:
     """The file has no holes, so a disk that fills up later cannot stop the recording."""
     RingWriter(path, payload_bytes=_PAYLOAD, capacity=1000).close()
