@@ -5,7 +5,7 @@ Pages and tables made from the code, and links that leave docs/.
 A page of docs/ may hold a directive, an HTML comment on a line of its own that other readers of the
 file do not see:
 
-    <!-- rules -->      every rule of the catalogue, each with its anchor, such as rules.md#h108
+    <!-- rules -->      every rule of the catalogue with its title, and a link to its text
     <!-- policy -->     every field of `Policy`
     <!-- presets -->    every preset
     <!-- events -->     every kind of event with its fields
@@ -20,6 +20,9 @@ file do not see:
     ...                 without a line: those with something to reach, and what was measured beside
                         them
     -->
+
+The rules have a page for each family (``rule_pages.py``). A link to ``rules.md#h108`` leads to H108
+on its page.
 
 READMEs and other pages that lie elsewhere in the repository become pages of the site, and links to
 them lead there. A link to a file that is no page, such as a script, keeps its words and leads
@@ -40,10 +43,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import griffe
 from mkdocs.structure.files import File
+
+if TYPE_CHECKING:
+    from docs.rule_pages import RulePage
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,11 +113,15 @@ def on_startup(**_: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages whose text lies elsewhere in the repository, and ``llms.txt``."""
+    """Add the pages of rules, those whose text lies elsewhere, and ``llms.txt``."""
     for page, source in FROM_ELSEWHERE.items():
         files.append(
             File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8"))
         )
+    from docs.rule_pages import PAGES
+
+    for rules_page in PAGES:
+        files.append(File.generated(config, rules_page.uri, content=rule_page(rules_page)))
     for_assistants = (ROOT / "llms.txt").read_text(encoding="utf-8")
     files.append(File.generated(config, "llms.txt", content=for_assistants))
     return files
@@ -176,31 +186,35 @@ def expanded(markdown: str) -> str:
 
 
 def rules() -> str:
-    """Return a section for each rule of the catalogue.
+    """Return a table for each page of rules: their ids, their titles, and links to their texts."""
+    from docs.rule_pages import PAGES, rules_of
 
-    Of errors, of runs that do not learn, of ways to end.
-    """
-    from holdfast.explain.rules import all_rules, catalogue
-    from holdfast.explain.signatures import all_signatures
+    from holdfast.explain.rules import catalogue
 
-    texts, signatures = all_rules(), all_signatures()
-    families: dict[str, list[str]] = {"Errors of holdfast": [], "Runs that do not learn": []}
-    for rule_id in catalogue():
-        if rule_id in texts:
-            families[
-                "Errors of holdfast" if int(rule_id[1:]) < 800 else "Runs that do not learn"
-            ].append(rule_id)
-        else:
-            families.setdefault(f"Ways to end: {signatures[rule_id].family}", []).append(rule_id)
     lines = []
-    for family, ids in families.items():
-        lines.append(f"## {family}\n")
-        for rule_id in ids:
-            rule = catalogue()[rule_id]
-            lines.append(
-                f"### {rule_id}: {_as_text(rule.title)}"
-                f" {{#{rule_id.lower()}}}\n\n{_as_text(rule.text)}\n"
-            )
+    for page in PAGES:
+        lines += [f"## [{page.title}]({page.uri})\n", "| rule | |", "|---|---|"]
+        for rule_id in rules_of(page):
+            anchor = rule_id.lower()
+            link = f'<span id="{anchor}"></span>[{rule_id}]({page.uri}#{anchor})'
+            lines.append(f"| {link} | {_cell(catalogue()[rule_id].title)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def rule_page(page: RulePage) -> str:
+    """Return a page with the texts of its rules."""
+    from docs.rule_pages import rules_of
+
+    from holdfast.explain.rules import catalogue
+
+    lines = [f"# {page.title}\n"]
+    for rule_id in rules_of(page):
+        rule = catalogue()[rule_id]
+        lines.append(
+            f"## {rule_id}: {_as_text(rule.title)}"
+            f" {{#{rule_id.lower()}}}\n\n{_as_text(rule.text)}\n"
+        )
     return "\n".join(lines)
 
 
@@ -441,14 +455,20 @@ def redirected(markdown: str, *, source: str, page: str) -> str:
         source: Where the text lies in the repository.
         page: Where the page lies in the site's sources.
     """
+    from docs.rule_pages import page_of
 
     def one(match: re.Match[str]) -> str:
         target, anchor = match["target"], match["anchor"] or ""
+        if not target and page.startswith("rules/"):
+            # The texts of rules refer to each other as if all were on one page.
+            target = "../rules.md"
         if not target or "://" in target or target.startswith("mailto:"):
             return match[0]
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if place in STAND_INS or place.startswith("docs/"):
             uri = STAND_INS.get(place) or place.removeprefix("docs/")
+            if uri == "rules.md" and anchor:
+                uri = page_of(anchor.removeprefix("#").upper()).uri
             to = posixpath.relpath(uri, posixpath.dirname(page) or ".")
             return f"{match['bang']}[{match['words']}]({to}{anchor})"
         if not (ROOT / place).exists():
