@@ -125,8 +125,12 @@ def write_script(folder: Path, text: str) -> Path:
 
 def guard_events(folder: Path, script: str = "killed_at_step") -> list[str]:
     """Return the kinds of the events that the guard of an unchanged script has recorded."""
-    recording = folder / "runs" / script / "guard" / "recorder" / "rank0"
-    return [event.kind for event in read_events(recording)]
+    return [event.kind for event in read_events(guard_recording(folder, script))]
+
+
+def guard_recording(folder: Path, script: str = "killed_at_step") -> Path:
+    """Return the folder with the recording of the guard of an unchanged script."""
+    return folder / "runs" / script / "guard" / "recorder" / "rank0"
 
 
 def saved_steps(folder: Path, script: str = "killed_at_step") -> list[int]:
@@ -566,6 +570,33 @@ torch.save(model.state_dict(), "final.pt")
     assert resumed.status == 2
     assert "[H739]" in resumed.stderr
     assert not (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.slow
+def test_floats_and_strings_that_differ_are_named(tmp_path: Path) -> None:
+    """They may be times, so the script continues; equal ones are not named."""
+    script = write_script(
+        tmp_path,
+        HEAD
+        + """
+import os, time
+for epoch in range(4):
+    started_at = str(time.time_ns())
+    for inputs, labels in loader:
+        process = float(os.getpid())
+        loss_value = float(labels.sum())
+        undefined = float("nan")
+        train_on(inputs, labels)
+""",
+    )
+    run_resumable(script, tmp_path, kill_at_step=34)
+
+    resumed = run_resumable(script, tmp_path)
+
+    assert resumed.status == 0, resumed.stderr
+    events = read_events(guard_recording(tmp_path))
+    (event,) = [event for event in events if event.kind == "variables_changed"]
+    assert event.data["names"] == ["process"]
 
 
 @pytest.mark.slow

@@ -248,6 +248,23 @@ class ResumeNotProven(EventData):
         return f"resumed, not proven: only {counted(self.steps, 'step')} repeated, identical"
 
 
+class VariablesChanged(EventData):
+    """Variables of a resumed script differ from those at the same step of its earlier attempt.
+
+    They are floats and strings of the function that trains, which often hold times or names of
+    files. `names` are their names.
+    """
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            "these variables had other values in the repeated steps than in the earlier attempt:"
+            f" {listed(self.names)}; this is expected of times and of file names with a date, and"
+            " otherwise means that the script depends on something that is not saved"
+        )
+
+
 class RepeatedStepDiffers(EventData):
     """A resumed run has repeated a step of its earlier attempt with a different result.
 

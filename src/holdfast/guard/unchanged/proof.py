@@ -4,6 +4,9 @@ The guard compares losses and gradient norms. This module compares what a script
 boundary: the batch, the random state, the settings of the optimizers, and the integers among the
 variables of the function that trains. A difference shows that the script depends on something that
 no checkpoint holds.
+
+Floats and strings are compared too, but may differ: many scripts keep times and names of files that
+contain a date.
 """
 
 from __future__ import annotations
@@ -52,6 +55,12 @@ def describe_boundary(
         "settings": {name: _settings_of(optimizer) for name, optimizer in optimizers.items()},
         "integers": {
             name: value for name, value in variables.items() if type(value) in (int, bool)
+        },
+        # `repr` is exact for floats and lets NaN equal itself. A hash keeps the line short.
+        "floats_and_strings": {
+            name: zlib.crc32(repr(value).encode())
+            for name, value in variables.items()
+            if type(value) in (float, str)
         },
     }
 
@@ -153,6 +162,8 @@ class BoundaryLog:
         self._size = os.fstat(self._descriptor).st_size
         # The number of boundaries that were compared and are equal.
         self.equal_boundaries = 0
+        # Names of the floats and strings that were another value than in the earlier attempt.
+        self.changed_variables: set[str] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -194,10 +205,12 @@ class BoundaryLog:
         line = _encode({"step": global_step, **boundary})
         expected = self._expected.pop(global_step, None)
         if expected is not None:
-            difference = _difference(expected, json.loads(line))
+            now = json.loads(line)
+            difference = _difference(expected, now)
             if difference is not None:
                 return f"after step {global_step}, {difference}"
             self.equal_boundaries += 1
+            self.changed_variables |= _changed_variables(expected, now)
         self._append(line.encode() + b"\n")
         return None
 
@@ -232,6 +245,14 @@ def _difference(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
                 return f"in parameter group {number} of optimizer {name!r}, {change}"
     change = _changed_value(expected["integers"], now["integers"])
     return None if change is None else f"variable {change}"
+
+
+def _changed_variables(expected: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the names of the floats and strings that differ between two boundaries."""
+    # A recording of an earlier version of holdfast has none.
+    values = expected.get("floats_and_strings", {})
+    values_now = now["floats_and_strings"]
+    return {name for name in values if name in values_now and values_now[name] != values[name]}
 
 
 def _changed_value(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -257,9 +257,12 @@ class Training:
         self.report_proof()
 
     def report_proof(self) -> None:
-        """Record that a resume is not proven, once too few recorded steps were left to repeat."""
+        """Record what the comparison with the earlier attempt has found, once it is complete."""
         if self._is_proof_open and self._log.is_complete:
             self._is_proof_open = False
+            changed = sorted(self._log.changed_variables)
+            if changed:
+                self.guard.emit(run_events.VariablesChanged(names=tuple(changed)))
             if self._log.equal_boundaries < LEAST_REPEATED_STEPS:
                 self.guard.emit(run_events.ResumeNotProven(steps=self._log.equal_boundaries))
 
