@@ -109,7 +109,9 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
     assert all(sample.seconds > sample.wait_seconds > 0 for sample in samples)
     assert samples[0].host_bytes > 2**20
     standing = ended.standing()
-    assert (standing.phase, standing.step, standing.micro_step) == (ProcessPhase.ENDING, 3, 3)
+    assert standing.phase is ProcessPhase.ENDING
+    assert standing.step == 3
+    assert standing.micro_step == 3
     imported, exiting = ended.events()
     ((_, info),) = ended.processes()
     assert imported.data == {"version": info.torch}
@@ -118,53 +120,86 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "workers", "steps", "micro_steps"),
+    ("shape", "last_step", "micro_steps"),
     [
-        ("plain", "2", 6, [1] * 6),
-        ("gan", "0", 12, [1] * 12),
-        ("resumed", "0", 52, [1] * 12),
-        ("together", "0", 6, [1] * 6),
-        ("accumulation", "0", 6, [4] * 6),
-        ("no_optimizer", "0", 6, [1] * 6),
-        ("closure", "0", 6, None),
-        ("checkpointed", "0", 6, [1] * 6),
-        ("compiled", "0", 0, []),
+        ("gan", 12, [1] * 12),
+        # Its optimizer begins with the counters of an earlier run.
+        ("resumed", 52, [1] * 12),
+        ("together", 6, [1] * 6),
+        ("checkpointed", 6, [1] * 6),
     ],
 )
-def test_nothing_of_a_training_changes(
-    train: Train, shape: str, workers: str, steps: int, micro_steps: list[int] | None
+def test_losses_and_steps_are_those_of_the_script(
+    train: Train, shape: str, last_step: int, micro_steps: list[int]
 ) -> None:
-    """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as
-    it makes them.
+    """Every loss is the same bit by bit, and each step of an optimizer is one sample."""
+    observed = _train_twice(train, shape)
 
-    Those of a script that goes on by itself go on from what its optimizers have counted.
-    Workers of a loader are known as such, and none of them writes into what is their parent's.
-    """
-    plain = train(shape, "6", workers, observed=False)
-    observed = train(shape, "6", workers, anew=shape == "compiled")
-    assert (plain.status, observed.status) == (0, 0), observed.output
-    assert _without_times(observed.output) == _without_times(plain.output)
-    assert observed.standing().step == steps
-    if steps and micro_steps is not None:
-        assert [sample.micro_steps for sample in observed.samples()] == micro_steps
-    found = observed.processes("loader worker")
-    assert (len(found) >= 2) is (workers == "2")
-    assert {info.ppid for _, info in found} <= {info.pid for _, info in observed.processes()}
-    for folder, info in found:
+    assert observed.standing().step == last_step
+    assert [sample.micro_steps for sample in observed.samples()] == micro_steps
+
+
+@pytest.mark.slow
+def test_an_accumulated_step_has_the_sum_of_its_losses(train: Train) -> None:
+    """The gradients of such a step are those of the sum of its four losses."""
+    observed = _train_twice(train, "accumulation")
+
+    losses = printed(observed.output)
+    sums = [sum(losses[first : first + 4]) for first in range(0, 24, 4)]
+    assert [sample.micro_steps for sample in observed.samples()] == [4] * 6
+    assert [sample.loss for sample in observed.samples()] == sums
+
+
+@pytest.mark.slow
+def test_a_loop_without_an_optimizer_is_recorded(train: Train) -> None:
+    """Its steps are found by the calls of backward, with the norms of its gradients."""
+    observed = _train_twice(train, "no_optimizer")
+
+    assert observed.standing().step == 6
+    assert [sample.micro_steps for sample in observed.samples()] == [1] * 6
+    assert [sample.grad_norm for sample in observed.samples()] == printed(observed.output, 1)
+
+
+@pytest.mark.slow
+def test_a_closure_that_is_called_several_times_makes_one_step(train: Train) -> None:
+    """The optimizer calls it as often as it likes."""
+    assert _train_twice(train, "closure").standing().step == 6
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_not_counted_but_its_backward_is(train: Train) -> None:
+    """Torch does not call the hooks of an optimizer that it traces."""
+    observed = _train_twice(train, "compiled", anew=True)
+
+    assert observed.standing().step == 0
+    assert observed.standing().micro_step == 6
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_write_nothing_of_their_trainer(train: Train) -> None:
+    """They are known as loader workers, and make no steps of their own."""
+    observed = _train_twice(train, "plain", workers=2)
+
+    trainers = {info.pid for _, info in observed.processes()}
+    workers = observed.processes("loader worker")
+    assert len(workers) >= 2
+    assert {info.ppid for _, info in workers} <= trainers
+    for folder, info in workers:
         board = read_board(folder / BOARD_FILE)
         assert board is not None
-        assert (board.pid, board.step) == (info.pid, 0)
+        assert board.pid == info.pid
+        assert board.step == 0
         assert not (folder / SAMPLES_FILE).exists()
-    if shape == "accumulation":
-        parts = printed(observed.output)  # the gradients of a step are those of their sum
-        assert [each.loss for each in observed.samples()] == [
-            sum(parts[at : at + 4]) for at in range(0, 24, 4)
-        ]
-    if shape == "no_optimizer":
-        assert [sample.grad_norm for sample in observed.samples()] == printed(observed.output, 1)
-    # Hooks of an optimizer that is traced are none; the calls of backward are there
-    if shape == "compiled":
-        assert observed.standing().micro_step == 6
+
+
+def _train_twice(train: Train, shape: str, *, workers: int = 0, anew: bool = False) -> Ended:
+    """Run a loop plain and observed, check that both print the same, and return the second."""
+    plain = train(shape, "6", str(workers), observed=False)
+    observed = train(shape, "6", str(workers), anew=anew)
+    assert plain.status == 0, plain.output
+    assert observed.status == 0, observed.output
+    assert _without_times(observed.output) == _without_times(plain.output)
+    return observed
 
 
 @pytest.mark.slow
@@ -263,22 +298,41 @@ def test_a_guarded_training(train: Train, tmp_path: Path) -> None:
     assert all(sample.wait_seconds > 0 for sample in samples)
 
 
+DESCRIBES_WRAPPED_FUNCTIONS = """
+import inspect
+import pickle
+
+import torch
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+
+WRAPPED = (
+    torch.autograd.backward,
+    torch.save,
+    torch.nn.utils.clip_grad_norm_,
+    torch.nn.Module.eval,
+    torch.amp.GradScaler.scale,
+    _BaseDataLoaderIter.__next__,
+    DataLoader.__iter__,
+)
+for function in WRAPPED:
+    print(function.__module__, function.__qualname__, inspect.signature(function))
+    print(len(inspect.getdoc(function) or ""))
+    print(pickle.dumps(function))
+    print(inspect.getsourcelines(function)[1])
+print(torch.save is torch.serialization.save)
+print(torch.nn.utils.clip_grad.clip_grad_norm_ is torch.nn.utils.clip_grad_norm_)
+print(torch.manual_seed(0).get_state().sum())
+print(torch.is_grad_enabled())
+print(torch.get_num_threads())
+print(len(torch.__dict__))
+"""
+
+
 @pytest.mark.slow
 def test_wrapped_functions_are_what_they_were(tmp_path: Path) -> None:
     """Names, signatures, pickling and documentation of what is wrapped are those of torch."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import inspect, pickle, torch\nfrom torch.utils.data.dataloader import DataLoader,"
-        " _BaseDataLoaderIter\nfor each in (torch.autograd.backward, torch.save,"
-        " torch.nn.utils.clip_grad_norm_, torch.nn.Module.eval,\n            "
-        " torch.amp.GradScaler.scale, _BaseDataLoaderIter.__next__, DataLoader.__iter__):\n   "
-        " print(each.__module__, each.__qualname__, inspect.signature(each),"
-        " len(inspect.getdoc(each) or ''))\n    print(pickle.dumps(each),"
-        " inspect.getsourcelines(each)[1])\nprint(torch.save is torch.serialization.save,"
-        " torch.nn.utils.clip_grad.clip_grad_norm_ is\n     "
-        " torch.nn.utils.clip_grad_norm_)\nprint(torch.manual_seed(0).get_state().sum(),"
-        " torch.is_grad_enabled(), torch.get_num_threads())\nprint(len(torch.__dict__))\n"
-    )
+    script.write_text(DESCRIBES_WRAPPED_FUNCTIONS)
     run = tmp_path / "run"
     run.mkdir()
     outputs = [
