@@ -92,11 +92,13 @@ class CandidateCause:
         """Return how certain this cause is, without regard to other candidates or the exit status.
 
         If the process continued or may have continued after the failure, the cause is a guess. If
-        the failure may not be what ended the process, a cause is likely at most.
+        the failure may not be what ended the process, a cause is likely at most: it is in a line,
+        or a logger printed the exception, which the script may have handled.
         """
         if self.is_caught:
             return "a guess"
         certainty = self.signature.certainty
-        if self.tier == Tier.OTHER_LINE and certainty == "certain":
+        was_logged = self.tier == Tier.LAST_LINE and self.statement.logged
+        if certainty == "certain" and (was_logged or self.tier == Tier.OTHER_LINE):
             return lowered(certainty)
         return certainty
