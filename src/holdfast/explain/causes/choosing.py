@@ -293,7 +293,7 @@ def failure_in_a_statement(case: Case) -> Choice | None:
         return None
     rivals = (root,) if detailed is not None else case.roots
     certainty = chosen.certainty
-    if _may_have_another_cause(root, case.end, rivals):
+    if _may_have_another_cause(root, case.end, rivals) or _hung_before_its_end(root, case):
         certainty = lowered(certainty)
     return Choice(signature=chosen.signature, certainty=certainty, candidate=chosen)
 
@@ -463,6 +463,21 @@ def _may_have_another_cause(
     if end.signal in SIGNALS_FROM_OUTSIDE and not explains_a_signal:
         return True
     return any(_is_rival(rival, root) for rival in rivals)
+
+
+def _hung_before_its_end(root: CandidateCause, case: Case) -> bool:
+    """Return whether a job that the scheduler ended may have hung until then.
+
+    This is the case if a rank had reported before that another rank did not respond.
+    """
+    if root.signature.id != endings.SCHEDULER:
+        return False
+    return any(
+        cascade.signature.family == "distributed"
+        and not cascade.is_caught
+        and cascade.statement.position < root.statement.position
+        for cascade in case.cascades
+    )
 
 
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
