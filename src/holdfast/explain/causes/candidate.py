@@ -101,7 +101,9 @@ class CandidateCause:
         if self.is_caught:
             return "a guess"
         certainty = self.signature.certainty
-        was_logged = self.tier == Tier.LAST_LINE and self.statement.logged
+        was_logged = (
+            self.tier == Tier.LAST_LINE and self.statement.logged and not self.quotes_an_exception
+        )
         is_doubtful = was_logged or self.follows_unknown or self.tier == Tier.OTHER_LINE
         if certainty == "certain" and is_doubtful:
             return lowered(certainty)
