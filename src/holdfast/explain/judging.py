@@ -91,14 +91,14 @@ def _certainty_to_show(choice: Choice) -> Certainty | None:
     """Return how certain the cause is, or None if it needs no word.
 
     A good end was observed, and so was an exception that ended its process if nothing contradicts
-    it. If the cause is unknown, there is nothing to be certain of.
+    it. Otherwise an exception that matches no signature is a guess, because its message often
+    reports a consequence. If the cause is unknown, there is nothing to be certain of.
     """
     if choice.signature.family == "ended well" or choice.signature.id == endings.UNKNOWN:
         return None
     candidate = choice.candidate
-    is_exception = candidate is not None and candidate.quotes_an_exception
-    if is_exception and choice.certainty == "certain":
-        return None
+    if candidate is not None and candidate.quotes_an_exception:
+        return None if choice.certainty == "certain" else "a guess"
     return choice.certainty
 
 

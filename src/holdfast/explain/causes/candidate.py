@@ -60,6 +60,8 @@ class CandidateCause:
     # The chain of exceptions that contains the statement, with the root cause first. For a log
     # line, the chain contains only that line.
     chain: tuple[Statement, ...] = ()
+    # Whether an earlier exception in the chain, which may be the cause, matches no signature.
+    follows_unknown: bool = False
     # Other signatures that match statements in the chain, with the best match first.
     also: tuple[Signature, ...] = ()
 
@@ -92,11 +94,17 @@ class CandidateCause:
         """Return how certain this cause is, without regard to other candidates or the exit status.
 
         If the process continued or may have continued after the failure, the cause is a guess. If
-        the failure may not be what ended the process, a cause is likely at most.
+        the failure may not be what ended the process, or may follow from another one, a cause is
+        likely at most: it is in a line, a logger printed the exception, which the script may have
+        handled, or the exception was raised while another one was handled.
         """
         if self.is_caught:
             return "a guess"
         certainty = self.signature.certainty
-        if self.tier == Tier.OTHER_LINE and certainty == "certain":
+        was_logged = (
+            self.tier == Tier.LAST_LINE and self.statement.logged and not self.quotes_an_exception
+        )
+        is_doubtful = was_logged or self.follows_unknown or self.tier == Tier.OTHER_LINE
+        if certainty == "certain" and is_doubtful:
             return lowered(certainty)
         return certainty

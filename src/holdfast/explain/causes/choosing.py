@@ -17,6 +17,7 @@ from holdfast.explain.causes.candidate import CandidateCause, Tier
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.ends import End
 from holdfast.explain.causes.interruptions import interrupted_state
+from holdfast.explain.causes.memory_phases import outside_training
 from holdfast.explain.causes.memory_requests import read_request
 from holdfast.explain.certainty import Certainty, least_of, lowered
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
@@ -292,7 +293,7 @@ def failure_in_a_statement(case: Case) -> Choice | None:
         return None
     rivals = (root,) if detailed is not None else case.roots
     certainty = chosen.certainty
-    if _may_have_another_cause(root, case.end, rivals):
+    if _may_have_another_cause(root, case.end, rivals) or _hung_before_its_end(root, case):
         certainty = lowered(certainty)
     return Choice(signature=chosen.signature, certainty=certainty, candidate=chosen)
 
@@ -334,7 +335,7 @@ def weak_statement(case: Case) -> Choice | None:
     may_have_ended_it = candidate.statement.fatal is None and not candidate.is_generic
     if case.end.status is None and not may_have_ended_it:
         return None
-    return Choice(signature=candidate.signature, certainty=candidate.certainty, candidate=candidate)
+    return Choice(signature=candidate.signature, certainty="a guess", candidate=candidate)
 
 
 def how_it_ended(case: Case) -> Choice | None:
@@ -353,7 +354,8 @@ def training_was_lost(case: Case) -> Choice | None:
     cause = endings.TRAINING_LOST
     if lost.always and lost.what == "loss":
         cause = endings.LOSS_NOT_FINITE
-    return Choice(signature=all_signatures()[cause], certainty="likely")
+    signature = all_signatures()[cause]
+    return Choice(signature=signature, certainty=least_of(["likely", signature.certainty]))
 
 
 RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
@@ -463,18 +465,35 @@ def _may_have_another_cause(
     return any(_is_rival(rival, root) for rival in rivals)
 
 
+def _hung_before_its_end(root: CandidateCause, case: Case) -> bool:
+    """Return whether a job that the scheduler ended may have hung until then.
+
+    This is the case if a rank had reported before that another rank did not respond.
+    """
+    if root.signature.id != endings.SCHEDULER:
+        return False
+    return any(
+        cascade.signature.family == "distributed"
+        and not cascade.is_caught
+        and cascade.statement.position < root.statement.position
+        for cascade in case.cascades
+    )
+
+
 def _is_rival(other: CandidateCause, root: CandidateCause) -> bool:
     """Return whether another root could be the cause instead of `root`.
 
-    The other root must be at least as certain (see `Tier`), have a different family, and not be
-    generic.
+    The other root must be at least as certain (see `Tier`) and have a different family. A generic
+    one counts only if it is an exception that also ended a process, and came first.
     """
-    return (
-        other.tier <= root.tier
-        and other.signature.id != root.signature.id
-        and other.signature.family != root.signature.family
-        and not other.is_generic
-    )
+    if other.tier > root.tier or other.signature.id == root.signature.id:
+        return False
+    if other.signature.family == root.signature.family:
+        return False
+    if not other.is_generic:
+        return True
+    is_earlier = other.statement.position < root.statement.position
+    return other.quotes_an_exception and other.tier <= Tier.NOT_CONTINUED and is_earlier
 
 
 # --- Corrections after a choice -------------------------------------------------------------------
@@ -511,19 +530,18 @@ def _without_blaming_the_kernel(case: Case, choice: Choice) -> Choice:
 def _compare_memory(choice: Choice) -> Choice:
     """Return the choice, with another cause if the numbers show that the batch is not to blame.
 
-    Either a single request exceeds the whole GPU, or other processes hold most of it.
+    Either a single request exceeds the whole GPU, other processes hold most of it, or the stack
+    shows that no training step was running.
     """
     if choice.signature.id != endings.GPU_MEMORY_FULL or choice.candidate is None:
         return choice
     request = read_request(choice.candidate.statement.text)
-    if request is None:
-        return choice
-    if request.exceeds_the_device:
+    if request is not None and request.exceeds_the_device:
         signature = all_signatures()[endings.REQUEST_EXCEEDS_GPU]
-    elif request.is_held_by_others:
+    elif request is not None and request.is_held_by_others:
         signature = all_signatures()[endings.GPU_HELD_BY_OTHERS]
     else:
-        return choice
+        signature = outside_training(choice.signature, choice.candidate.statement.frames)
     certainty = least_of([choice.certainty, signature.certainty])
     return replace(choice, signature=signature, certainty=certainty)
 

@@ -439,11 +439,12 @@ def _ended_by_a_signal(signs: ExitSigns) -> End | None:
     """Return an `End` if a signal other than SIGKILL ended the process."""
     if signs.status is None or signs.status >= 0:
         return None
-    return End(
-        cause=_CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL),
-        certainty="likely",
-        why=_which_signal_ended_it(signs),
-    )
+    cause = _CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL)
+    certainty: Certainty = "likely"
+    if -signs.status not in SIGNALS_FROM_OUTSIDE:
+        # The process itself caused this signal, and the signal does not say how.
+        certainty = least_of([certainty, all_signatures()[cause].certainty])
+    return End(cause=cause, certainty=certainty, why=_which_signal_ended_it(signs))
 
 
 _RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (

@@ -195,6 +195,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     ]
     if not best_matches:
         return None
+    known = {index for index, _ in best_matches}
 
     # A later exception of the chain may name the cause of an earlier one, such as an HTTP error.
     explained = {
@@ -225,6 +226,7 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
         statement=chain[index],
         tier=_tier_of_exception(chain[-1]),
         chain=chain,
+        follows_unknown=follows_from_another and first not in known,
         also=_other_signatures(itertools.chain(*matches_of_chain), signature),
     )
 
