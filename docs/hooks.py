@@ -61,6 +61,7 @@ FIRST_LOOKS = frozenset(
         "not_learning_held_out_2",
         "not_learning_held_out_3",
         "not_learning_unseen_1",
+        "not_learning_unseen_2",
         "world_first_look",
     }
 )

@@ -10,5 +10,6 @@ new programs.
 `unseen_1` was written after that, by an author who had seen neither the rules nor the other sets.
 
 `unseen_2` was written without the rules too. The ids of its faulty programs were added afterwards,
-from the descriptions of the rules, and as the other sets do it, without a run under the watch.
+from the descriptions of the rules, and as the other sets do it, without a run under the watch. Then
+it was run once, and no rule was changed because of it.
 """
