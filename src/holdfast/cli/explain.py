@@ -352,10 +352,7 @@ def _print_evidence(out: Console, evidence: Sequence[Exhibit]) -> None:
         return
     out.print(Text("\nEvidence", style="bold"))
     for exhibit in evidence:
-        source = f"{exhibit.role}: {exhibit.source}"
-        if exhibit.rank is not None:
-            source += f", rank {exhibit.rank}"
-        out.print(Padding(Text(source, style="dim"), (0, 0, 0, 2)))
+        out.print(Padding(Text(exhibit.heading, style="dim"), (0, 0, 0, 2)))
         out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
 
 

@@ -128,8 +128,7 @@ def _sections_of_verdict(verdict: Verdict) -> list[Section]:
 
 def _lines_of_evidence(evidence: Iterable[Exhibit]) -> Iterable[str]:
     for exhibit in evidence:
-        rank = "" if exhibit.rank is None else f", rank {exhibit.rank}"
-        yield f"- {exhibit.role}, {exhibit.source}{rank}:"
+        yield f"- {exhibit.heading}:"
         for line in exhibit.text.splitlines():
             yield f"      {line}"
 
