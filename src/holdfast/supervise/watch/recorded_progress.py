@@ -16,7 +16,7 @@ from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import BOARD_FILE
-from holdfast.supervise.watch.limits import name_of
+from holdfast.supervise.watch.limits import phase_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def _on_board(path: Path | None) -> RecordedProgress | None:
     return RecordedProgress(
         mark=standing.progress,
         step=standing.step,
-        phase=name_of(standing.phase),
+        phase=phase_name(standing.phase),
         since_seconds=standing.since_seconds,
     )
 
