@@ -25,12 +25,12 @@ from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.wording.judgement import Judgement
-from holdfast.explain.wording.verdict_words import in_words
+from holdfast.explain.wording.verdict_text import write_verdict
 
 
 def judge(evidence: Evidence) -> Verdict:
     """Return the verdict on why a run ended, including its texts."""
-    return in_words(reach_judgement(evidence))
+    return write_verdict(reach_judgement(evidence))
 
 
 def reach_judgement(evidence: Evidence) -> Judgement:
@@ -124,12 +124,7 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str] | None:
 
 def _other_causes(case: Case, choice: Choice) -> Iterator[Signature]:
     """Yield the other causes that the evidence suggests, with the most likely one first."""
-    logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
-    if choice.signature.family != "hardware" and logged_by_kernel:
-        yield all_signatures()[endings.XID]
-    lost = case.evidence.lost
-    if choice.signature.family != "numerics" and lost is not None and lost.exploded:
-        yield all_signatures()[endings.TRAINING_LOST]
+    yield from _silent_causes(case, choice)
     for candidate in (*case.roots, *case.cascades):
         if candidate is not choice.candidate:
             yield candidate.signature
@@ -138,6 +133,19 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[Signature]:
         yield all_signatures()[case.end.cause]
     if choice.candidate is not None:
         yield from choice.candidate.also
+
+
+def _silent_causes(case: Case, choice: Choice) -> Iterator[Signature]:
+    """Yield causes that never end a process with a message of their own.
+
+    These are a GPU error that the kernel logged, and training that diverged.
+    """
+    logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
+    if choice.signature.family != "hardware" and logged_by_kernel:
+        yield all_signatures()[endings.XID]
+    divergence = case.evidence.divergence
+    if choice.signature.family != "numerics" and divergence is not None and divergence.exploded:
+        yield all_signatures()[endings.TRAINING_LOST]
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[Signature]:

@@ -290,7 +290,7 @@ EVENTS = st.builds(
 
 @example(
     statements=[
-        Statement(text=TIMEOUT, source="a.log:1", cause=True),
+        Statement(text=TIMEOUT, source="a.log:1", led_to_another=True),
         Statement(text=SHAPES, source="a.log:1", fatal=True, logged=True),
     ],
     endings=[],

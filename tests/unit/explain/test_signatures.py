@@ -23,8 +23,8 @@ from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.hangs.blame import KINDS as HANG_KINDS
 from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
-from holdfast.explain.logs.keeping import is_relevant
-from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.excerpt import has_error_word
+from holdfast.explain.logs.quick_pattern import QuickPattern
 from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signatures import (
     UNJUDGED,
@@ -129,7 +129,7 @@ def test_every_example_is_judged_to_its_own_signature(signature: Signature, text
     facts = collect_stream(io.BytesIO(text.encode()), name="a.log", status=1)
     assert judge(facts).cause == signature.id
     # A line is kept in the middle of a log of any size for its words.
-    assert any(is_relevant(line) for line in text.splitlines())
+    assert any(has_error_word(line) for line in text.splitlines())
 
 
 @pytest.mark.parametrize("signature", BY_PATTERN, ids=lambda signature: signature.id)

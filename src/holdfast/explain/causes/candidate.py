@@ -1,6 +1,6 @@
 """`CandidateCause`: a possible cause of a failure, found in a statement, and its certainty.
 
-`weighing` finds the candidates, and `choosing` picks one of them.
+`candidate_search` finds the candidates, and `choosing` picks one of them.
 """
 
 from __future__ import annotations

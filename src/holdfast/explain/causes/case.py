@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.explain.causes.candidate import CandidateCause
+from holdfast.explain.causes.candidate_search import find_candidates, order_candidates
 from holdfast.explain.causes.ends import End, find_end
-from holdfast.explain.causes.weighing import find_candidates, order_candidates
 from holdfast.explain.evidence import Evidence
 
 

@@ -266,7 +266,9 @@ def killed_with_full_host_memory(case: Case) -> Choice | None:
     if root is not None and root.signature.id != endings.KILLED_UNCOUNTED:
         return None
     was_killed = root is not None or case.end.cause == endings.KILLED
-    launcher = next((each for each in case.cascades if each.signature.id == endings.LAUNCHER), None)
+    launcher = next(
+        (cascade for cascade in case.cascades if cascade.signature.id == endings.LAUNCHER), None
+    )
     if not was_killed and launcher is None:
         return None
     if not log_shows_full_host_memory(case.evidence):
@@ -346,9 +348,9 @@ def how_it_ended(case: Case) -> Choice | None:
     return Choice(signature=signature, certainty=case.end.certainty)
 
 
-def training_was_lost(case: Case) -> Choice | None:
+def training_diverged(case: Case) -> Choice | None:
     """If nothing failed in a log without an exit status, choose a loss that diverged."""
-    lost = case.evidence.lost
+    lost = case.evidence.divergence
     if lost is None or not lost.exploded:
         return None
     cause = endings.TRAINING_LOST
@@ -374,7 +376,7 @@ RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     signal_that_ended_it,
     weak_statement,
     how_it_ended,
-    training_was_lost,
+    training_diverged,
 )
 
 

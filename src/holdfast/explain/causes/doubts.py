@@ -40,7 +40,7 @@ DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
 
 def find_doubt(case: Case) -> Doubt | None:
     """Return the first reason to doubt that the run ended well, or None if there is none."""
-    if case.evidence.lost is not None or case.end.status != 0:
+    if case.evidence.divergence is not None or case.end.status != 0:
         return None
     for rule in RULES:
         doubt = rule(case)
@@ -100,7 +100,7 @@ def was_not_observed(case: Case) -> Doubt | None:
 def log_does_not_show_training(case: Case) -> Doubt | None:
     """Return a doubt if a bare log contains no losses and no message that training is done."""
     evidence = case.evidence
-    if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
+    if evidence.observed is not None or evidence.output_says_done or evidence.printed_loss_count:
         return None
     return Doubt(words="and its output does not show whether it trained")
 

@@ -2,8 +2,8 @@
 
 `choosing` uses the suggested cause if no statement offers a better explanation. This module judges
 exit statuses, signals, kernel counters, hangs, and the events that a Guard records while it closes;
-`weighing` judges statements. There are three tables of rules: for an attempt without an exit
-status, for status 0, and for a failure. In each table, the first rule that applies wins.
+`candidate_search` judges statements. There are three tables of rules: for an attempt without an
+exit status, for status 0, and for a failure. In each table, the first rule that applies wins.
 
 The certainties are estimates: the fewer other explanations a sign has, the higher the certainty.
 They were not measured, because the cause can be inferred from the end alone in only a few of the
@@ -294,7 +294,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
     """Return a failure in place of a good end if the result was not saved or training diverged."""
     if observations.unsaved_steps(evidence) is not None:
         return replace(end, cause=endings.NOT_SAVED)
-    lost = evidence.lost
+    lost = evidence.divergence
     if lost is None or not lost.exploded:
         return end
     # Losses in recorded steps are more reliable than printed ones.
@@ -303,7 +303,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
         end,
         cause=endings.TRAINING_LOST,
         certainty=least_of([end.certainty, limit]),
-        why=f"{end.why}, but {lost.sentence()}",
+        why=f"{end.why}, but {lost.clause()}",
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core.events.event import Event
+from holdfast.core.text import capitalized
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import (
@@ -62,11 +63,11 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
 
     An exploded loss is not a shortfall but a failure (H1617).
     """
-    if evidence.lost is None or evidence.lost.exploded:
+    if evidence.divergence is None or evidence.divergence.exploded:
         return None
-    sentence = evidence.lost.sentence()
+    clause = evidence.divergence.clause()
     return Shortfall(
-        id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}."
+        id=endings.NOT_LEARNED, title=f"finished, but {clause}", sentence=f"But {clause}."
     )
 
 
@@ -75,12 +76,12 @@ def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
     learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
-    sentence = learning.sentence()
+    clause = learning.clause()
     return Shortfall(
         id=endings.NOT_LEARNED,
-        title=f"finished, but {sentence}",
-        sentence=f"But {sentence}.",
-        exhibits=(Exhibit(text=sentence, source="recorded steps"),),
+        title=f"finished, but {clause}",
+        sentence=f"But {clause}.",
+        exhibits=(Exhibit(text=clause, source="recorded steps"),),
     )
 
 
@@ -89,11 +90,11 @@ def repeated_steps_differed(evidence: Evidence) -> Shortfall | None:
     repetitions = observations.differing_repetitions(evidence)
     if repetitions is None:
         return None
-    words = repetitions.words()
+    clause = repetitions.clause()
     return Shortfall(
         id=endings.REPEATED_DIFFERENTLY,
-        title=f"finished, but {words}",
-        sentence=f"But {words} [H504].",
+        title=f"finished, but {clause}",
+        sentence=f"But {clause} [H504].",
         exhibits=(exhibit_of_repetition(repetitions.first),),
     )
 
@@ -157,7 +158,7 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
     if learning is None or learning.outcome not in ("unclear", "rose"):
         return None
     title = UNJUDGED.title
-    reason = learning.sentence()
+    reason = learning.clause()
     if learning.outcome == "rose":
         title = f"finished, and {reason}; learning was not judged"
         reason += ". A changing objective or a learning rate that is too high can cause this"
@@ -185,8 +186,7 @@ def sentences(evidence: Evidence) -> Iterator[str]:
     for shortfall in find_shortfalls(evidence):
         yield shortfall.sentence
     if evidence.learning is not None and evidence.learning.outcome == "fell":
-        sentence = evidence.learning.sentence()
-        yield f"{sentence[:1].upper()}{sentence[1:]}."
+        yield f"{capitalized(evidence.learning.clause())}."
 
 
 def exhibits(evidence: Evidence) -> Iterator[Exhibit]:

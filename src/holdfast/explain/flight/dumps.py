@@ -58,7 +58,7 @@ class Call:
     @property
     def frames(self) -> tuple[Frame, ...]:
         """Return where it was called, with the innermost frame last; empty if unknown."""
-        return _frames_of(self.stack)
+        return _parse_frames(self.stack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def read_dumps(files: Iterable[Path]) -> tuple[list[Dump], list[str]]:
             continue
         rank = int(match["rank"])
         try:
-            dump = _dump_of(_read_values(file), rank=rank, file=file.name)
+            dump = _parse_dump(_read_values(file), rank=rank, file=file.name)
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{file.name} could not be read: {error}")
             continue
@@ -139,21 +139,21 @@ def _read_values(file: Path) -> Any:
     return read_plain_pickle(data)
 
 
-def _dump_of(values: Any, *, rank: int, file: str) -> Dump | None:
+def _parse_dump(values: Any, *, rank: int, file: str) -> Dump | None:
     """Return a dump, or None if the values are not those of a flight recorder."""
     if not isinstance(values, dict) or "pg_config" not in values:
         return None
     entries = values.get("entries")
-    calls = [_call_of(entry) for entry in _list(entries)[-_MAX_CALLS:]]
+    calls = [_parse_call(entry) for entry in _list(entries)[-_MAX_CALLS:]]
     return Dump(
         rank=rank,
         file=file,
         calls=tuple(sorted(filter(None, calls), key=lambda call: call.record)),
-        members=_members_of(values["pg_config"]),
+        members=_parse_members(values["pg_config"]),
     )
 
 
-def _members_of(config: Any) -> dict[str, tuple[int, ...]]:
+def _parse_members(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each process group from a text such as ``"[0, 1]"``."""
     members = {}
     for name, group in config.items() if isinstance(config, dict) else ():
@@ -165,7 +165,7 @@ def _members_of(config: Any) -> dict[str, tuple[int, ...]]:
     return members
 
 
-def _call_of(entry: Any) -> Call | None:
+def _parse_call(entry: Any) -> Call | None:
     """Return a collective, or None for a send, a receive and a damaged entry."""
     if not isinstance(entry, dict) or entry.get("is_p2p") is True:
         return None
@@ -196,7 +196,7 @@ def _label_of_group(name: str, description: str) -> str:
     return description
 
 
-def _frames_of(frames: Any) -> tuple[Frame, ...]:
+def _parse_frames(frames: Any) -> tuple[Frame, ...]:
     """Return the frames of a dump, which lists the innermost frame first."""
     found = [
         Frame(

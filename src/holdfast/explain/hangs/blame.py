@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from holdfast.core.text import listed
+from holdfast.core.text import capitalized, listed
 from holdfast.explain.certainty import Certainty, rank_of
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.classification import (
@@ -460,7 +460,7 @@ def _explain(blame: _Blame) -> str:
     """
     sentences = []
     if blame.odd.words:
-        sentences.append(_capitalized(blame.odd.words))
+        sentences.append(capitalized(blame.odd.words))
     different_calls = _different_calls(blame.group)
     if different_calls:
         sentences.append(different_calls)
@@ -477,7 +477,7 @@ def _explain(blame: _Blame) -> str:
 
 def _lack_of_progress(process: ExaminedProcess) -> str:
     """Return a sentence that says for how long, and at which step, a process made no progress."""
-    who = _capitalized(_name(process))
+    who = capitalized(_name(process))
     digits = 0 if process.seconds >= 10 else 1
     duration = f"{process.seconds:.{digits}f} s"
     if not process.phase and not process.step:
@@ -503,7 +503,7 @@ def _different_calls(group: Sequence[ExaminedProcess]) -> str:
     guard_call = find_guard_call(in_guard)
     collective = find_collective_call(in_collective)
     return (
-        f"{_capitalized(_name(in_guard))} waits for the others in {guard_call}, and"
+        f"{capitalized(_name(in_guard))} waits for the others in {guard_call}, and"
         f" {_name(in_collective)} is in {collective}: all ranks must make the same guard calls in"
         " the same order (H116)."
     )
@@ -512,11 +512,6 @@ def _different_calls(group: Sequence[ExaminedProcess]) -> str:
 def _subject_of_last_sentence(blame: _Blame) -> str:
     """Return the subject of the diagnosis's last sentence, which is about the blamed process."""
     if not blame.in_worker:
-        return _capitalized(_name(blame.process))
+        return capitalized(_name(blame.process))
     owner = "" if blame.odd.process.rank is None else f" of rank {blame.odd.process.rank}"
     return f"Loader worker {blame.process.pid}{owner}"
-
-
-def _capitalized(text: str) -> str:
-    """Return a text whose first letter is a capital letter."""
-    return text[:1].upper() + text[1:]

@@ -1,46 +1,30 @@
 """Extract statements, losses and other evidence about the end of a run from a whole log.
 
-The log is split by rank, and ``processes`` parses the lines of each rank.
+The log is split by rank, and ``processes`` parses the lines of each rank. ``log_end`` judges the
+last lines of all ranks together.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.explain.evidence import Ending, Statement
-from holdfast.explain.logs.keeping import Readable, keep_lines
+from holdfast.explain.logs.excerpt import Readable, read_excerpt
 from holdfast.explain.logs.lines import CleanLine, clean_lines
+from holdfast.explain.logs.log_end import ends_with_completion, find_last_line
+from holdfast.explain.logs.printed_values import find_printed_losses, find_printed_norms
 from holdfast.explain.logs.processes import (
-    ABOUT_CAUGHT_EXCEPTION,
     LogContext,
     ProcessText,
     read_process,
 )
-from holdfast.explain.logs.progress import is_progress_bar, printed_losses, printed_norms, says_done
-from holdfast.explain.logs.tracebacks import HEADER
 
 # At most this many lines, and at most this many exceptions, become statements. One third of them
 # come from the beginning of the log and two thirds from its end.
 _MAX_STATEMENTS_OF_A_KIND = 900
 # A log of at most this many lines was probably pasted from a bug report.
 _SHORT_LOG = 100
-# This many lines at the end of the log are searched for a message that training is done.
-_LAST_LINES = 15
-# Failures that end a process or its job even if the process has just said that training is done.
-_FATAL_AT_THE_END = re.compile(
-    r"\bWatchdog caught collective operation timeout\b"
-    r"|(?:^|: )(?:Aborted|Segmentation fault|Bus error)(?: \(core dumped\))?$"
-    r"|\bsrun: error: .{1,200}: (?:Exited with exit code [1-9]|Killed|Out Of Memory)"
-    r"|\bChildFailedError\b|\bexits with return code = -?[1-9]|\bfailed \(exitcode: -?[1-9]"
-    r"|^\s*terminate called "
-)
-_MAX_LAST_LINE_CHARACTERS = 300
-# An epoch and the number of all epochs, such as "Epoch 10/10" or "Epoch [10/10]".
-_EPOCH = re.compile(r"\bepochs?\W{0,4}(\d{1,6})\s?(?:/|of)\s?(\d{1,6})\b", re.IGNORECASE)
-_EVALUATION_OF_NANOGPT = re.compile(r"step (\d{1,9}): train loss [\d.]{1,20}, val loss [\d.]{1,20}")
-_STEP_OF_NANOGPT = re.compile(r"iter (\d{1,9}): loss ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +61,11 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
         alone: Whether the log is the only evidence about the run. If so, every line of a short log
             becomes a statement, because bug reports often quote messages without any error word.
     """
-    kept_log = keep_lines(stream, first_number=first_number)
-    lines = clean_lines(kept_log.lines)
+    excerpt = read_excerpt(stream, first_number=first_number)
+    lines = clean_lines(excerpt.lines)
     context = LogContext(
         name=name,
-        says_done=_log_says_done(lines),
+        says_done=ends_with_completion(lines),
         every_line_counts=alone and len(lines) <= _SHORT_LOG,
     )
     processes = [read_process(own_lines, context) for own_lines in _lines_by_rank(lines)]
@@ -92,12 +76,12 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
         statements=tuple(_without_middle(statements)),
         endings=tuple(ending for process in processes for ending in process.endings),
         says_done=context.says_done,
-        total_lines=kept_log.total_lines,
-        complete=kept_log.complete,
-        losses=printed_losses(numbered),
-        norms=printed_norms(numbered),
+        total_lines=excerpt.total_lines,
+        complete=excerpt.complete,
+        losses=find_printed_losses(numbered),
+        norms=find_printed_norms(numbered),
         cut_off=cut_offs[0] if cut_offs else "",
-        last_line=_last_line(lines),
+        last_line=find_last_line(lines),
     )
 
 
@@ -112,11 +96,11 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 def _in_log_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
     """Return the statements of all processes in log order.
 
-    `Statement.last` is set for a statement that begins on the last non-blank line of the log.
+    `Statement.ends_output` is set for a statement on the last line of the log that is not blank.
     """
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [
-        replace(statement, last=True) if statement.position == last_number else statement
+        replace(statement, ends_output=True) if statement.position == last_number else statement
         for process in processes
         for statement in process.statements
     ]
@@ -142,81 +126,9 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
     remaining = []
     chain_is_kept = True
     for index, statement in enumerate(statements):
-        begins_chain = index == 0 or not statements[index - 1].cause
+        begins_chain = index == 0 or not statements[index - 1].led_to_another
         if begins_chain:
             chain_is_kept = index not in left_out
         if chain_is_kept:
             remaining.append(statement)
     return remaining
-
-
-def _log_says_done(lines: Sequence[CleanLine]) -> bool:
-    """Return whether one of the last lines says that training is done.
-
-    A line that is followed by a traceback does not count, unless the exception is known to have
-    been caught. Neither does a line that is followed by a failure that no process survives.
-    """
-    newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
-    if _ends_with_an_evaluation(newest) or _ends_with_the_time_of_detectron2(newest):
-        return True
-    if _ends_with_the_last_epoch(newest):
-        return True
-    for index in reversed(range(len(newest))):
-        text = newest[index]
-        if says_done(text):
-            return True
-        before = newest[index - 1] if index > 0 else ""
-        if HEADER.search(text) and not ABOUT_CAUGHT_EXCEPTION.search(before):
-            return False
-        if _FATAL_AT_THE_END.search(text):
-            return False
-    return False
-
-
-def _ends_with_an_evaluation(newest: Sequence[str]) -> bool:
-    """Return whether the last lines report an evaluation and the loss of the same step.
-
-    nanoGPT evaluates every few hundred steps and after the last one. It prints the loss of every
-    tenth step, so the log of a run that was killed rarely ends there.
-    """
-    if len(newest) < 2:
-        return False
-    evaluation = _EVALUATION_OF_NANOGPT.fullmatch(newest[-2].strip())
-    step = _STEP_OF_NANOGPT.match(newest[-1].strip())
-    return evaluation is not None and step is not None and evaluation[1] == step[1]
-
-
-def _ends_with_the_last_epoch(newest: Sequence[str]) -> bool:
-    """Return whether the last line reports the last epoch, and the line before it another one.
-
-    If a program prints several lines per epoch, the last of them is not known.
-    """
-    epochs = [_EPOCH.search(text) for text in newest]
-    reported = [epoch for epoch in epochs if epoch is not None]
-    if len(reported) < 2 or epochs[-1] is None:
-        return False
-    number, total = int(reported[-1][1]), int(reported[-1][2])
-    return number == total and int(reported[-2][1]) == number - 1
-
-
-def _ends_with_the_time_of_detectron2(newest: Sequence[str]) -> bool:
-    """Return whether detectron2 reports the time of the training, and no error before that.
-
-    It reports the time after a failure too.
-    """
-    if any(HEADER.search(text) or "ERROR" in text or "Error" in text for text in newest):
-        return False
-    return any("d2.engine.hooks" in text and "Total training time: " in text for text in newest)
-
-
-def _last_line(lines: Sequence[CleanLine]) -> str:
-    """Return the last line that the command printed, shortened for display; "" if there is none.
-
-    Progress bars and lines that holdfast printed are ignored.
-    """
-    for line in reversed(lines):
-        text = line.shown.strip()
-        is_own = text.startswith("--- holdfast: ")
-        if text and not is_own and not is_progress_bar(line.text):
-            return text[:_MAX_LAST_LINE_CHARACTERS]
-    return ""

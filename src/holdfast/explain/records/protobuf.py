@@ -20,7 +20,7 @@ _FIXED32 = 5
 _MAX_VARINT_BYTES = 10
 
 
-def fields_of(message: bytes) -> Iterator[Field]:
+def parse_fields(message: bytes) -> Iterator[Field]:
     """Yield the fields of a message in the order in which they are stored.
 
     Raises:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
-from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.quick_pattern import QuickPattern
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
 from holdfast.explain.signatures.signature import Signature
 
@@ -186,7 +186,7 @@ def _searched_texts(statement: Statement) -> list[_Text]:
         # Also search the message without its line breaks, which may have been added when the log
         # was copied and pasted.
         forms.append(" ".join(message.split()))
-    elif statement.kind == "line" and statement.last:
+    elif statement.kind == "line" and statement.ends_output:
         # Patterns recognize the last line of a log by its line terminator.
         forms[0] += "\n"
     return [_Text(form, form.lower()) for form in forms]

@@ -17,7 +17,7 @@ from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SUPERVISOR_FOLDER, ProcessInfo, read_processes
 
 
-def speed_of_attempt(run: Path, attempt: int) -> tuple[SpeedFinding, ...]:
+def judge_speed_of_attempt(run: Path, attempt: int) -> tuple[SpeedFinding, ...]:
     """Return why an attempt of a run is slow, which may still be running.
 
     Recordings that cannot be read are left out.
@@ -36,10 +36,10 @@ def speed_of_attempt(run: Path, attempt: int) -> tuple[SpeedFinding, ...]:
                 with suppress(HoldfastError, OSError):
                     standing = read_board(folder / BOARD_FILE)
                     boards.append((info, None if standing is None else standing.loop))
-    return find_causes(time_use(boards, events, attempt))
+    return find_causes(collect_time_use(boards, events, attempt))
 
 
-def time_use(
+def collect_time_use(
     boards: Iterable[tuple[ProcessInfo, LoopTimes | None]], events: Sequence[Event], attempt: int
 ) -> TimeUse:
     """Return what was recorded about the speed of an attempt.

@@ -94,11 +94,11 @@ class Judgement:
     @property
     def never_had_a_finite_loss(self) -> bool:
         """Return whether the cause is a loss that was not finite from the first step on."""
-        lost = self.evidence.lost
+        divergence = self.evidence.divergence
         causes = (endings.LOSS_NOT_FINITE, endings.INTERRUPTED_LOST)
-        if self.signature.id not in causes or lost is None:
+        if self.signature.id not in causes or divergence is None:
             return False
-        return lost.what == "loss" and lost.always
+        return divergence.what == "loss" and divergence.always
 
     @property
     def leak(self) -> Event | None:
