@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.core.errors import RunDirectoryError
 from holdfast.explain.evidence import NO_STATUS, Ending, Evidence
 from holdfast.explain.logs.excerpt import Readable
-from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.logs.log_text import LogText, read_log
 from holdfast.explain.runs.attempts import collect_attempt
 from holdfast.explain.runs.divergence import (
     find_nan_at_end,

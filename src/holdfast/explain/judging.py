@@ -132,7 +132,7 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[Signature]:
     if case.end.cause is not None and case.end.cause != endings.STATUS_ONLY:
         yield all_signatures()[case.end.cause]
     if choice.candidate is not None:
-        yield from choice.candidate.also
+        yield from choice.candidate.other_signatures
 
 
 def _silent_causes(case: Case, choice: Choice) -> Iterator[Signature]:

@@ -23,7 +23,7 @@ from holdfast.explain.collecting import collect_log, collect_stream
 from holdfast.explain.evidence import Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.excerpt import read_excerpt
-from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.logs.log_text import LogText, read_log
 from holdfast.explain.verdict import Verdict
 
 PLAIN = """step 1 loss 0.5

@@ -63,7 +63,7 @@ class CandidateCause:
     # Whether an earlier exception in the chain, which may be the cause, matches no signature.
     follows_unknown: bool = False
     # Other signatures that match statements in the chain, with the best match first.
-    also: tuple[Signature, ...] = ()
+    other_signatures: tuple[Signature, ...] = ()
 
     @property
     def is_generic(self) -> bool:

@@ -24,7 +24,7 @@ from holdfast.explain.causes.holdfast_errors import HoldfastErrorMatch, find_hol
 from holdfast.explain.causes.shadowing import find_shadowing_file
 from holdfast.explain.evidence import Evidence, Statement, is_user_code
 from holdfast.explain.signatures import all_signatures, endings
-from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
+from holdfast.explain.signatures.matching import SignatureMatch, find_best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
 # An exception that matches a signature with at most this `Signature.rank` (hardware, memory, device
@@ -145,7 +145,7 @@ def _make_candidate_from_line(line: Statement) -> CandidateCause | None:
         statement=line,
         tier=_tier_of_line(line, best),
         chain=(line,),
-        also=tuple(others),
+        other_signatures=tuple(others),
     )
 
 
@@ -221,7 +221,7 @@ def _match_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
         tier=_tier_of_exception(chain[-1]),
         chain=chain,
         follows_unknown=follows_from_another and first not in known,
-        also=_other_signatures(itertools.chain(*matches_of_chain), signature),
+        other_signatures=_other_signatures(itertools.chain(*matches_of_chain), signature),
     )
 
 
@@ -324,7 +324,7 @@ def _fallback_signature(statement: Statement) -> Signature:
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
     signature = replace(signature, fix="")
     raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
-    kind = best_kind(statement)
+    kind = find_best_kind(statement)
     if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
         return replace(
             signature,

@@ -18,7 +18,7 @@ from holdfast.explain.signatures import endings
 
 # A script may skip a few samples and print an error line for each of them. If a run made no step,
 # up to this many error lines are no reason for doubt.
-_LINES_OF_SKIPPED_SAMPLES = 2
+_MAX_LINES_OF_SKIPPED_SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def made_no_step(case: Case) -> Doubt | None:
     ]
     exceptions = [error for error in errors if error.statement.kind == "exception"]
     lines = [error for error in errors if not error.statement.logged]
-    decisive = exceptions or lines[_LINES_OF_SKIPPED_SAMPLES:]
+    decisive = exceptions or lines[_MAX_LINES_OF_SKIPPED_SAMPLES:]
     if not decisive:
         return None
     return Doubt(words="but no step was made", candidate=decisive[0])

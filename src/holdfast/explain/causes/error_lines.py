@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
-from holdfast.explain.signatures.matching import best_kind, match_all
+from holdfast.explain.signatures.matching import find_best_kind, match_all
 
 # Patterns of words that mark a line as an error, from the most to the least certain.
 _WORDS_OF_ERRORS = (
@@ -85,7 +85,7 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
         index = _index_of_error_words(line.text, only_certain=only_certain)
         if index is not None:
             is_warning = _WARNING.search(line.text) is not None
-            kind = best_kind(line)
+            kind = find_best_kind(line)
             has_kind = kind is not None and kind.rank <= _LAST_SPECIFIC_RANK
             error_lines.append(((is_warning, not has_kind, index), line))
     if not error_lines:

@@ -2,7 +2,7 @@
 
 The beginning and the end of the log are kept. From the middle, only the lines that contain an error
 word (see ``words.txt``) are kept, together with a few lines before and after each of them. Line
-numbers start at 1, as in an editor. ``text`` interprets the lines.
+numbers start at 1, as in an editor. ``log_text`` interprets the lines.
 """
 
 from __future__ import annotations

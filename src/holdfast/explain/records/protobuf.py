@@ -50,7 +50,7 @@ def parse_fields(message: bytes) -> Iterator[Field]:
         position = end
 
 
-def signed(varint: int) -> int:
+def as_signed(varint: int) -> int:
     """Return a varint that encodes an ``int64``, which may be negative."""
     return varint - 2**64 if varint >= 2**63 else varint
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.files import read_file
-from holdfast.explain.logs.text import read_log
+from holdfast.explain.logs.log_text import read_log
 from holdfast.explain.records import csv_table, tensorboard, trainer_state, wandb_run
 from holdfast.explain.records.damage import DamagedError
 from holdfast.explain.records.finding import Format, RecordFiles

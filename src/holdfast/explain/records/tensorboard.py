@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.explain.records.damage import DamagedError
-from holdfast.explain.records.protobuf import parse_fields, signed
+from holdfast.explain.records.protobuf import as_signed, parse_fields
 from holdfast.explain.records.record import Record
 
 _HEADER = struct.Struct("<QI")
@@ -84,7 +84,7 @@ def _scalars(event: bytes) -> Iterator[tuple[str, int, float]]:
     summary = b""
     for number, content in parse_fields(event):
         if number == 2 and isinstance(content, int):
-            step = signed(content)
+            step = as_signed(content)
         elif number == 5 and isinstance(content, bytes):
             summary = content
     for number, content in parse_fields(summary):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.explain.records.damage import DamagedError
-from holdfast.explain.records.protobuf import parse_fields, signed
+from holdfast.explain.records.protobuf import as_signed, parse_fields
 from holdfast.explain.records.record import Record
 
 _HEADER_BYTES = 7
@@ -112,9 +112,9 @@ def _add_numbers(history: bytes, record: Record) -> None:
         if not isinstance(content, bytes):
             continue
         if number == 1:
-            numbers.update(_item(content))
+            numbers.update(_parse_item(content))
         elif number == 2:
-            step = _step(content)
+            step = _parse_step(content)
     own_step = numbers.get("_step", math.nan)
     if math.isfinite(own_step):
         step = int(own_step)
@@ -125,7 +125,7 @@ def _add_numbers(history: bytes, record: Record) -> None:
             record.add(name, step, value)
 
 
-def _item(message: bytes) -> Iterator[tuple[str, float]]:
+def _parse_item(message: bytes) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of a ``HistoryItem``, if its value is a number."""
     names = []
     text = b""
@@ -154,10 +154,10 @@ def _number_in_json(text: bytes) -> float | None:
     return float(value) if type(value) is int and abs(value) < _MAX_INT else None
 
 
-def _step(message: bytes) -> int:
+def _parse_step(message: bytes) -> int:
     for number, content in parse_fields(message):
         if number == 1 and isinstance(content, int):
-            return signed(content)
+            return as_signed(content)
     return 0
 
 

@@ -21,14 +21,14 @@ from holdfast.explain.evidence import (
     SupervisorLoss,
 )
 from holdfast.explain.flight.judging import read_flight_of_attempt
-from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.logs.log_text import LogText, read_log
 from holdfast.explain.runs.divergence import find_printed_divergence, find_recorded_divergence
 from holdfast.explain.runs.guard_records import collect_guard_statements, describe_remedies
 from holdfast.explain.runs.learning import (
     judge_learning_from_output,
     judge_learning_of_run,
 )
-from holdfast.explain.runs.observed import ObservedProcess, ProcessExit, pids_that_died
+from holdfast.explain.runs.observed_process import ObservedProcess, ProcessExit, pids_that_died
 from holdfast.explain.runs.output_sections import SectionReader, find_section
 from holdfast.explain.runs.recorded_steps import (
     LossReading,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from holdfast.explain.evidence import Divergence
-from holdfast.explain.logs.text import LogText
+from holdfast.explain.logs.log_text import LogText
 from holdfast.explain.runs.recorded_steps import read_guard_steps, read_process_samples
 from holdfast.recorder.run_files import ProcessInfo
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from holdfast.explain.evidence import Learning
-from holdfast.explain.logs.text import LogText
+from holdfast.explain.logs.log_text import LogText
 from holdfast.explain.runs.recorded_steps import LossReading
 
 # At least this many losses are needed to show a trend.

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.logs.lines import plain_text
-from holdfast.explain.logs.text import read_log
+from holdfast.explain.logs.log_text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
 # At most this many causes of an exception are used. A chain of exceptions can be longer if

@@ -20,8 +20,8 @@ from holdfast.explain.signatures.signature import Signature
 
 # How many characters of a text are searched for patterns. The message of an exception can be long,
 # for example if it lists all keys of a state dict. Error lines in logs are shorter.
-_SEARCHED_OF_A_MESSAGE = 20_000
-_SEARCHED_OF_A_LINE = 4_000
+_MAX_MESSAGE_CHARACTERS = 20_000
+_MAX_LINE_CHARACTERS = 4_000
 _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
 
 
@@ -45,7 +45,7 @@ def match_all(statement: Statement) -> list[SignatureMatch]:
     return _match(statement, _index_of_signatures())
 
 
-def best_kind(statement: Statement) -> Signature | None:
+def find_best_kind(statement: Statement) -> Signature | None:
     """Return the kind of unknown failure that matches a statement best, or None.
 
     The kind determines the class of an exception or a line that matches no signature.
@@ -177,7 +177,7 @@ class _IndexedSignature:
 
 def _searched_texts(statement: Statement) -> list[_Text]:
     """Return the forms of a statement's text to be searched, with the most reliable one first."""
-    limit = _SEARCHED_OF_A_MESSAGE if statement.kind == "exception" else _SEARCHED_OF_A_LINE
+    limit = _MAX_MESSAGE_CHARACTERS if statement.kind == "exception" else _MAX_LINE_CHARACTERS
     message = statement.text[:limit]
     forms = [message]
     if statement.exception is not None:

@@ -106,14 +106,14 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
             processes=processes, diagnosis=diagnosis, activity="recorded", steps=max(0, steps)
         )
     training_threads = _threads_of_training(judged)
-    observation = _Observation(
+    observation = Observation(
         processes=processes,
         judged=judged,
         diagnosis=diagnosis,
         transferred=bool(threads.transferring & training_threads),
         worked=bool(threads.working & training_threads),
     )
-    activity = _judge_activity(observation)
+    activity = judge_activity(observation)
     return Inspection(processes=processes, diagnosis=diagnosis, activity=activity)
 
 
@@ -126,7 +126,7 @@ def _longest_without_progress(judged: Sequence[ExaminedProcess]) -> ExaminedProc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Observation:
+class Observation:
     """What two observations show about a process that records no progress.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Observation:
     worked: bool
 
 
-def _judge_activity(observation: _Observation) -> Activity:
+def judge_activity(observation: Observation) -> Activity:
     """Return what a process that records no progress did between the two observations.
 
     A training loop that mostly waits may show the same stack in both observations, so the activity
@@ -156,28 +156,28 @@ def _judge_activity(observation: _Observation) -> Activity:
     return "working"
 
 
-def _transferred_data(observation: _Observation) -> bool:
+def _transferred_data(observation: Observation) -> bool:
     return observation.transferred
 
 
-def _computed_at_one_place(observation: _Observation) -> bool:
+def _computed_at_one_place(observation: Observation) -> bool:
     diagnosis = observation.diagnosis
     return diagnosis.moving and diagnosis.kind in _COMPUTING_KINDS
 
 
-def _did_work(observation: _Observation) -> bool:
+def _did_work(observation: Observation) -> bool:
     diagnosis = observation.diagnosis
     return observation.worked or (diagnosis.moving and not diagnosis.starved)
 
 
-def _loader_worker_transferred_data(observation: _Observation) -> bool:
+def _loader_worker_transferred_data(observation: Observation) -> bool:
     return any(
         find_phase(process) == WORKER_PHASE and process.io_rate > 0
         for process in observation.processes
     )
 
 
-def _waited_for_a_cpu(observation: _Observation) -> bool:
+def _waited_for_a_cpu(observation: Observation) -> bool:
     """Return whether it lacked a CPU and its stack shows no progress.
 
     A process that had hardly any CPU time may be at another line of the same loop.
@@ -186,11 +186,11 @@ def _waited_for_a_cpu(observation: _Observation) -> bool:
     return observation.diagnosis.starved and stays
 
 
-def _stayed_at_same_lines(observation: _Observation) -> bool:
+def _stayed_at_same_lines(observation: Observation) -> bool:
     return all(stays_at_same_lines(process) for process in observation.judged)
 
 
-_ActivityRule: TypeAlias = tuple[Activity, Callable[[_Observation], bool]]
+_ActivityRule: TypeAlias = tuple[Activity, Callable[[Observation], bool]]
 # The first activity whose condition is met is reported, so conditions that prove work come first.
 _ACTIVITIES: tuple[_ActivityRule, ...] = (
     ("working", _transferred_data),

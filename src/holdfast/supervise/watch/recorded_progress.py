@@ -39,7 +39,7 @@ class RecordedProgress:
 def read_recorded_progress(pid: int) -> RecordedProgress | None:
     """Return the newest progress that a process has recorded, or None if it records none."""
     files = _mapped_files(pid)
-    return _on_board(files.get(BOARD_FILE)) or _in_steps(files.get(STEPS_FILE))
+    return _read_from_board(files.get(BOARD_FILE)) or _read_from_steps(files.get(STEPS_FILE))
 
 
 def _mapped_files(pid: int) -> dict[str, Path]:
@@ -58,7 +58,7 @@ def _mapped_files(pid: int) -> dict[str, Path]:
     return files
 
 
-def _on_board(path: Path | None) -> RecordedProgress | None:
+def _read_from_board(path: Path | None) -> RecordedProgress | None:
     standing = None
     # A board of a newer version of holdfast cannot be read.
     with suppress(RunDirectoryError):
@@ -73,7 +73,7 @@ def _on_board(path: Path | None) -> RecordedProgress | None:
     )
 
 
-def _in_steps(path: Path | None) -> RecordedProgress | None:
+def _read_from_steps(path: Path | None) -> RecordedProgress | None:
     steps = []
     with suppress(OSError, RunDirectoryError):
         steps = [] if path is None else read_steps(path.parent)
