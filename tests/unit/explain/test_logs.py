@@ -256,7 +256,7 @@ def test_a_flood_of_errors_is_bounded():
     found = read(flood.encode() + chain).statements
     assert len(found) < 4_000
     assert found[0].text == "0"
-    assert [(each.exception, each.cause) for each in found[-2:]] == [
+    assert [(each.exception, each.led_to_another) for each in found[-2:]] == [
         ("KeyError", True),
         ("RuntimeError", False),
     ]

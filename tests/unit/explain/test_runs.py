@@ -232,7 +232,7 @@ def test_an_exception_that_was_never_printed_is_known_from_the_recording(run):
     )
     run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
     found = collect(run.path).statements
-    assert [(each.exception, each.cause) for each in found] == [
+    assert [(each.exception, each.led_to_another) for each in found] == [
         ("ValueError", True),
         ("RuntimeError", True),
         ("Wrapped", False),
