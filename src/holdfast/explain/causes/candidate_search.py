@@ -195,7 +195,7 @@ def _match_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     ]
     if not best_matches:
         return None
-    known = {index for index, _ in best_matches}
+    with_signature = {index for index, _ in best_matches}
 
     best_matches = _without_explained(best_matches) or best_matches
 
@@ -220,7 +220,7 @@ def _match_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
         statement=chain[index],
         tier=_tier_of_exception(chain[-1]),
         chain=chain,
-        follows_unknown=follows_from_another and first not in known,
+        follows_unknown=follows_from_another and first not in with_signature,
         other_signatures=_other_signatures(itertools.chain(*matches_of_chain), signature),
     )
 
