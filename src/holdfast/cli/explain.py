@@ -23,7 +23,7 @@ from holdfast.core.text import capitalized, sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.runs.recordings import near_path
 from holdfast.explain.signatures import UNJUDGED, WELL
-from holdfast.explain.signatures.endings import LOSS_FELL
+from holdfast.explain.signatures.ids import LOSS_FELL
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import folder_of_first_host
 

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.core.text import sanitise
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.signatures import UNJUDGED, WELL
-from holdfast.explain.signatures.endings import LOSS_FELL
+from holdfast.explain.signatures.ids import LOSS_FELL
 from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES, Family, Restart
 from holdfast.explain.speed_finding import SpeedFinding
 

@@ -30,7 +30,7 @@ from holdfast.explain.signatures import (
     UNJUDGED,
     WELL,
     all_signatures,
-    endings,
+    ids,
     kinds_of_unknown,
     leaks,
 )
@@ -111,7 +111,7 @@ def test_an_unknown_field_names_its_entry(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_code_chooses_by_id_is_there() -> None:
     """Every id that an ending, a hang or a leak is given has its entry, of the right class."""
     chosen = {
-        value for name, value in vars(endings).items() if name.isupper() and isinstance(value, str)
+        value for name, value in vars(ids).items() if name.isupper() and isinstance(value, str)
     }
     assert chosen <= set(CATALOGUE)
     assert {CATALOGUE[SIGNATURES_OF[kind]].family for kind in HANG_KINDS} == {"hang"}

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from holdfast.explain.certainty import Certainty, lowered
 from holdfast.explain.evidence import Statement
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.signatures.signature import Family, Signature
 
 
@@ -46,7 +46,7 @@ GENERIC_RANK = 90
 TYPE_RANK = 97
 # Signatures that only quote an exception or a log line that matches no other signature. They
 # suggest no fix, because a fix derived only from the class is wrong as often as it is right.
-FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
+FALLBACKS = frozenset({ids.UNCAUGHT, ids.ERROR_LINE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ class CandidateCause:
 
         Return False if the line is followed by progress.
         """
-        kills = self.signature.family in _DEADLY or self.signature.id == endings.BUS_ERROR
+        kills = self.signature.family in _DEADLY or self.signature.id == ids.BUS_ERROR
         return kills and self.tier == Tier.OTHER_LINE and self.signature.role == "root"
 
     @property
     def quotes_an_exception(self) -> bool:
         """Return whether the cause is the exception itself, because no signature matches it."""
-        return self.signature.id == endings.UNCAUGHT
+        return self.signature.id == ids.UNCAUGHT
 
     @property
     def certainty(self) -> Certainty:

@@ -23,7 +23,7 @@ from holdfast.explain.causes.error_lines import find_error_line
 from holdfast.explain.causes.holdfast_errors import HoldfastErrorMatch, find_holdfast_error
 from holdfast.explain.causes.shadowing import find_shadowing_file
 from holdfast.explain.evidence import Evidence, Statement, is_user_code
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.signatures.matching import SignatureMatch, find_best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
@@ -172,7 +172,7 @@ def _find_shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
-            signature = all_signatures()[endings.SHADOWED]
+            signature = all_signatures()[ids.SHADOWED]
             title = f"{signature.title}: {PurePath(file).name}"
             return CandidateCause(
                 signature=replace(signature, title=title),
@@ -290,10 +290,10 @@ def _unknown_error_lines(
     """
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
-    if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
+    if all(candidate.signature.id == ids.ABORTED for candidate in relevant):
         # There is no other candidate, or only an abort, which does not explain the failure.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
-    elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
+    elif any(candidate.signature.id == ids.NCCL_FAILED for candidate in candidates):
         # The exception only says that NCCL failed. A warning printed by NCCL may give the reason.
         line = _unknown_nccl_warning(evidence.statements)
     if line is None:
@@ -321,7 +321,7 @@ def _fallback_signature(statement: Statement) -> Signature:
     wrong as often as it is right.
     """
     is_exception = statement.kind == "exception"
-    signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
+    signature = all_signatures()[ids.UNCAUGHT if is_exception else ids.ERROR_LINE]
     signature = replace(signature, fix="")
     raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
     kind = find_best_kind(statement)

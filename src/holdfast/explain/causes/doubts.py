@@ -14,7 +14,7 @@ from holdfast.explain import observations
 from holdfast.explain.causes.candidate import CandidateCause
 from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 
 # A script may skip a few samples and print an error line for each of them. If a run made no step,
 # up to this many error lines are no reason for doubt.
@@ -80,7 +80,7 @@ def made_no_step(case: Case) -> Doubt | None:
     errors = [
         candidate
         for candidate in _candidates(case)
-        if candidate.signature.family != "loader" and candidate.signature.id != endings.ERROR_LINE
+        if candidate.signature.family != "loader" and candidate.signature.id != ids.ERROR_LINE
     ]
     exceptions = [error for error in errors if error.statement.kind == "exception"]
     lines = [error for error in errors if not error.statement.logged]

@@ -21,7 +21,7 @@ from holdfast.explain.exhibits import (
     exhibit_of_repetition,
     growth_text,
 )
-from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
+from holdfast.explain.signatures import UNJUDGED, all_signatures, ids
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
@@ -66,9 +66,7 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
     if evidence.divergence is None or evidence.divergence.exploded:
         return None
     clause = evidence.divergence.clause()
-    return Shortfall(
-        id=endings.NOT_LEARNED, title=f"finished, but {clause}", sentence=f"But {clause}."
-    )
+    return Shortfall(id=ids.NOT_LEARNED, title=f"finished, but {clause}", sentence=f"But {clause}.")
 
 
 def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
@@ -78,7 +76,7 @@ def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
         return None
     clause = learning.clause()
     return Shortfall(
-        id=endings.NOT_LEARNED,
+        id=ids.NOT_LEARNED,
         title=f"finished, but {clause}",
         sentence=f"But {clause}.",
         exhibits=(Exhibit(text=clause, source="recorded steps"),),
@@ -92,7 +90,7 @@ def repeated_steps_differed(evidence: Evidence) -> Shortfall | None:
         return None
     clause = repetitions.clause()
     return Shortfall(
-        id=endings.REPEATED_DIFFERENTLY,
+        id=ids.REPEATED_DIFFERENTLY,
         title=f"finished, but {clause}",
         sentence=f"But {clause} [H504].",
         exhibits=(exhibit_of_repetition(repetitions.first),),
@@ -109,7 +107,7 @@ def memory_grew(evidence: Evidence) -> Shortfall | None:
         return None
     cause = event.data.get("signature")
     if not isinstance(cause, str) or cause not in all_signatures():
-        cause = endings.MEMORY_GREW
+        cause = ids.MEMORY_GREW
     sentence = f"But {event.data.get('what', 'host')} memory grew from step to step."
     if leak is not None:
         sentence = _sentence_about_leak(leak)
@@ -163,7 +161,7 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
         title = f"finished, and {reason}; learning was not judged"
         reason += ". A changing objective or a learning rate that is too high can cause this"
     return Shortfall(
-        id=endings.NOT_JUDGED,
+        id=ids.NOT_JUDGED,
         title=title,
         sentence=f"holdfast could not judge whether the model learned: {reason}.",
     )

@@ -14,7 +14,7 @@ from enum import Enum
 from holdfast.explain.causes.candidate import CandidateCause
 from holdfast.explain.evidence import Divergence, Evidence, Frame
 from holdfast.explain.hangs.frames import CHILD_PROCESS, CONNECTION, NETWORK, QUEUE, THREADS
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.signatures.signature import Signature
 
 # A loader worker, which is interrupted too, and whose waiting for work is normal.
@@ -52,9 +52,9 @@ class _Activity(Enum):
 
 
 _SIGNATURE_BY_ACTIVITY = {
-    _Activity.WAITING_FOR_LOADER: endings.INTERRUPTED_LOADER,
-    _Activity.WAITING_FOR_SOMETHING_ELSE: endings.INTERRUPTED_WAIT,
-    _Activity.WAITING_FOR_RANKS: endings.INTERRUPTED_RANKS,
+    _Activity.WAITING_FOR_LOADER: ids.INTERRUPTED_LOADER,
+    _Activity.WAITING_FOR_SOMETHING_ELSE: ids.INTERRUPTED_WAIT,
+    _Activity.WAITING_FOR_RANKS: ids.INTERRUPTED_RANKS,
 }
 
 
@@ -74,15 +74,14 @@ def interrupted_state(
     """
     divergence = evidence.divergence or evidence.nan_at_end
     if divergence is not None and divergence.exploded:
-        signature = all_signatures()[endings.INTERRUPTED_LOST]
+        signature = all_signatures()[ids.INTERRUPTED_LOST]
         return replace(signature, title=_title_of_divergence(divergence))
     if not from_statement:
         return None
     activities = [
         _find_activity(candidate.statement.frames)
         for candidate in candidates
-        if candidate.signature.id == endings.INTERRUPTED
-        and _is_main_thread(candidate.statement.frames)
+        if candidate.signature.id == ids.INTERRUPTED and _is_main_thread(candidate.statement.frames)
     ]
     # A rank that computes is probably the one for which the others wait.
     if not activities or _Activity.NOT_WAITING in activities:
@@ -96,7 +95,7 @@ def _title_of_divergence(divergence: Divergence) -> str:
         return "interrupted by the user after the loss had exploded"
     if divergence.what == "gradients":
         return "interrupted by the user while the gradients were NaN or infinite"
-    return all_signatures()[endings.INTERRUPTED_LOST].title
+    return all_signatures()[ids.INTERRUPTED_LOST].title
 
 
 def _is_main_thread(frames: Sequence[Frame]) -> bool:

@@ -13,14 +13,14 @@ from holdfast.explain.flight.comparison import Difference, Stall, find_stall
 from holdfast.explain.flight.dumps import Call, Dump, find_dumps, read_dumps
 from holdfast.explain.flight.sentences import describe_equal_dumps, describe_rank, describe_stall
 from holdfast.explain.flight_finding import FlightFinding
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import FLIGHT_FOLDER, flight_prefix
 
 _RULES: dict[Difference, str] = {
-    "not entered": endings.COLLECTIVE_NOT_ENTERED,
-    "different": endings.DIFFERENT_COLLECTIVES,
-    "not completed": endings.COLLECTIVE_NOT_COMPLETED,
+    "not entered": ids.COLLECTIVE_NOT_ENTERED,
+    "different": ids.DIFFERENT_COLLECTIVES,
+    "not completed": ids.COLLECTIVE_NOT_COMPLETED,
 }
 # Dumps are written at slightly different times, so a rank may only be late.
 _CERTAINTIES: dict[Difference, Certainty] = {
@@ -72,7 +72,7 @@ def judge_dumps(path: Path) -> Verdict | None:
         return None
     finding = make_flight_finding(dumps)
     stall = find_stall(dumps)
-    rule = endings.COLLECTIVES_EQUAL if finding is None else finding.rule
+    rule = ids.COLLECTIVES_EQUAL if finding is None else finding.rule
     signature = all_signatures()[rule]
     sentence = describe_equal_dumps(dumps) if finding is None else finding.sentence
     rank = None if finding is None else finding.rank

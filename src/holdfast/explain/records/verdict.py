@@ -13,7 +13,7 @@ from holdfast.core.text import capitalized, counted
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.records.judging import JudgedLoss, judge_loss
 from holdfast.explain.records.record import Record
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.explain.wording.fixes import FIX_FOR_NONFINITE_FIRST_LOSS
 
@@ -32,9 +32,9 @@ def judge_record(record: Record) -> Verdict:
     signature = all_signatures()[cause]
     sentence = _finding(judged, record.unit)
     fix = signature.fix
-    if cause == endings.LOSS_NOT_FINITE:
+    if cause == ids.LOSS_NOT_FINITE:
         fix = FIX_FOR_NONFINITE_FIRST_LOSS
-    elif cause == endings.LOSS_FELL:
+    elif cause == ids.LOSS_FELL:
         fix = ""
     return Verdict(
         cause=cause,
@@ -58,12 +58,12 @@ def _cause(judged: JudgedLoss) -> str:
     divergence = judged.divergence
     if divergence is not None and divergence.exploded:
         always = divergence.what == "loss" and divergence.always
-        return endings.LOSS_NOT_FINITE if always else endings.TRAINING_LOST
+        return ids.LOSS_NOT_FINITE if always else ids.TRAINING_LOST
     if divergence is not None or judged.learning.outcome in ("flat", "spiked"):
-        return endings.NOT_LEARNED
+        return ids.NOT_LEARNED
     if judged.learning.outcome == "fell":
-        return endings.LOSS_FELL
-    return endings.NOT_JUDGED
+        return ids.LOSS_FELL
+    return ids.NOT_JUDGED
 
 
 def _certainty(judged: JudgedLoss) -> Certainty | None:
@@ -86,7 +86,7 @@ def _finding(judged: JudgedLoss, unit: str) -> str:
 
 
 def _title(judged: JudgedLoss, sentence: str) -> str:
-    if _cause(judged) != endings.NOT_JUDGED:
+    if _cause(judged) != ids.NOT_JUDGED:
         return sentence
     if judged.learning.outcome == "rose":
         return f"{sentence}; learning was not judged"

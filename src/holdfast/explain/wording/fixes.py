@@ -8,7 +8,7 @@ from typing import TypeAlias
 from holdfast.core.text import capitalized
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.wording.judgement import Judgement
 
 FIX_FOR_NONFINITE_FIRST_LOSS = (
@@ -40,7 +40,7 @@ def choose_fix(judgement: Judgement) -> str:
 
 def fix_for_a_loss_that_did_not_fall(judgement: Judgement) -> str | None:
     """Return the signature's fix, even if memory grew or a Guard found something else."""
-    if judgement.signature.id != endings.NOT_LEARNED:
+    if judgement.signature.id != ids.NOT_LEARNED:
         return None
     return judgement.signature.fix
 
@@ -61,7 +61,7 @@ def fix_for_nonfinite_first_loss(judgement: Judgement) -> str | None:
 def fix_for_a_refused_save(judgement: Judgement) -> str | None:
     """Return how to find the NaN or Inf because of which a Guard refused to save."""
     unsaved = observations.unsaved_steps(judgement.evidence)
-    is_not_saved = judgement.signature.id == endings.NOT_SAVED
+    is_not_saved = judgement.signature.id == ids.NOT_SAVED
     if not is_not_saved or unsaved is None or not unsaved.was_refused:
         return None
     return _fix_of_training_fault(judgement.evidence) or _FIX_OF_NONFINITE_STATE

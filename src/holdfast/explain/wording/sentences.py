@@ -11,7 +11,7 @@ from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
 from holdfast.explain.evidence import Statement, is_user_code, library_file
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.rules import all_rules
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.wording import remarks
 from holdfast.explain.wording.judgement import Judgement
 
@@ -34,11 +34,11 @@ def title(judgement: Judgement) -> str:
     if title_of_exit:
         return title_of_exit
     unsaved = observations.unsaved_steps(evidence)
-    if signature.id == endings.NOT_SAVED and unsaved is not None:
+    if signature.id == ids.NOT_SAVED and unsaved is not None:
         return _cut(f"{signature.title}: {unsaved.clause_with_reason()}", _SHORT_QUOTE)
-    if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
+    if signature.id == ids.STATUS_ONLY and evidence.exit_call == "sys.exit":
         return f"called sys.exit with status {judgement.end.status}"
-    names_nonfinite_loss = signature.id == endings.LOSS_NOT_FINITE
+    names_nonfinite_loss = signature.id == ids.LOSS_NOT_FINITE
     if (
         names_nonfinite_loss
         and judgement.never_had_a_finite_loss
@@ -55,11 +55,11 @@ def _title_of_exit_with_status_0(judgement: Judgement) -> str:
     signature = judgement.signature
     evidence = judgement.evidence
     ended = "ended with status 0" if judgement.end.well else "finished"
-    if signature.id == endings.TRAINING_LOST and evidence.divergence is not None:
+    if signature.id == ids.TRAINING_LOST and evidence.divergence is not None:
         if judgement.end.cause is None:
             return evidence.divergence.clause()
         return f"{ended}, but {evidence.divergence.clause()}"
-    if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
+    if signature.id == ids.ENDED_WELL and observations.training_faults(evidence):
         return _title_of_training_fault(judgement)
     if judgement.is_good_end and judgement.doubt is not None:
         return f"{ended}, {judgement.doubt.words}"
@@ -156,12 +156,12 @@ def _progress(judgement: Judgement) -> Iterator[str]:
 def _meaning(judgement: Judgement) -> Iterator[str]:
     """Yield sentences that explain the cause, or that say how the process exited."""
     signature = judgement.signature
-    if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
+    if signature.id in (ids.TERMINATED, ids.INTERRUPTED):
         yield from remarks.on_interruption(judgement.evidence)
     if _is_explained_elsewhere(judgement):
         return
     exit_clause = remarks.exit_clause(judgement.evidence)
-    if signature.id == endings.STATUS_ONLY and exit_clause:
+    if signature.id == ids.STATUS_ONLY and exit_clause:
         yield _sentence(exit_clause)
     elif judgement.never_had_a_finite_loss:
         yield _sentence(_clause_about_nonfinite_first_loss(judgement))
@@ -178,7 +178,7 @@ def _is_explained_elsewhere(judgement: Judgement) -> bool:
         return False
     # The sentences of `good_ends` explain a problem with numbers, and `remarks` says what is
     # missing if no process was observed.
-    ended_well = judgement.signature.id == endings.ENDED_WELL
+    ended_well = judgement.signature.id == ids.ENDED_WELL
     return not ended_well or observations.was_not_observed(judgement.evidence)
 
 
@@ -202,7 +202,7 @@ def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
         yield from remarks.on_good_end(evidence)
         yield from good_ends.sentences(evidence)
     unsaved = observations.unsaved_steps(evidence)
-    if judgement.signature.id == endings.NOT_SAVED and unsaved is not None:
+    if judgement.signature.id == ids.NOT_SAVED and unsaved is not None:
         yield _sentence(unsaved.clause())
     if not judgement.is_good_end:
         yield from remarks.on_flight_recorder(evidence)

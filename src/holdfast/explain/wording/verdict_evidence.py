@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.explain.causes import good_ends
 from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
 from holdfast.explain.exhibits import exhibits_of_flight, exhibits_of_training, quote
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 from holdfast.explain.wording.judgement import Judgement
@@ -72,7 +72,7 @@ def _exhibits_of_fallen_loss(judgement: Judgement) -> Iterator[Exhibit]:
 def _exhibits_of_nan_at_end(judgement: Judgement) -> Iterator[Exhibit]:
     """Yield the NaN loss at which the user probably interrupted the run."""
     evidence = judgement.evidence
-    if evidence.nan_at_end is not None and judgement.signature.id == endings.INTERRUPTED_LOST:
+    if evidence.nan_at_end is not None and judgement.signature.id == ids.INTERRUPTED_LOST:
         yield Exhibit(text=evidence.nan_at_end.clause(), source=evidence.source)
 
 

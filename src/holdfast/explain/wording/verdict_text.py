@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.explain.evidence import NO_STATUS
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.wording.fixes import choose_fix
 from holdfast.explain.wording.judgement import Judgement
@@ -62,6 +62,6 @@ def _missing(judgement: Judgement) -> Iterator[str]:
     yield from missing
     if judgement.signature.role == "cascade":
         yield "the original failure, which is neither in the log nor in the recordings"
-    is_unknown = judgement.signature.id == endings.UNKNOWN and judgement.candidate is None
+    is_unknown = judgement.signature.id == ids.UNKNOWN and judgement.candidate is None
     if is_unknown and not judgement.evidence.statements:
         yield "no line that reports an error"
