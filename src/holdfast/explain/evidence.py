@@ -122,7 +122,7 @@ class Divergence:
     """
 
     # The values that diverged.
-    what: Literal["loss", "gradients"]
+    quantity: Literal["loss", "gradients"]
     # The step of the first bad value, or the line number of that value if `log` is set.
     since: int
     # Whether every value was bad from the beginning.
@@ -143,7 +143,7 @@ class Divergence:
             best, newest = self.rose
             return f"the loss diverged: it rose from {best:.3g} to {newest:.3g}, {since}"
         subject = "the loss is"
-        if self.what == "gradients":
+        if self.quantity == "gradients":
             subject = "the gradients are"
         if self.always and self.log:
             # The log may begin in the middle of the training.

@@ -145,7 +145,7 @@ def _silent_causes(case: Case, choice: Choice) -> Iterator[Signature]:
         yield all_signatures()[ids.XID]
     divergence = case.evidence.divergence
     if choice.signature.family != "numerics" and divergence is not None and divergence.exploded:
-        yield all_signatures()[ids.TRAINING_LOST]
+        yield all_signatures()[ids.TRAINING_DIVERGED]
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[Signature]:

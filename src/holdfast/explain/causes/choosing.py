@@ -347,11 +347,11 @@ def how_it_ended(case: Case) -> Choice | None:
 
 def training_diverged(case: Case) -> Choice | None:
     """If nothing failed in a log without an exit status, choose a loss that diverged."""
-    lost = case.evidence.divergence
-    if lost is None or not lost.exploded:
+    divergence = case.evidence.divergence
+    if divergence is None or not divergence.exploded:
         return None
-    cause = ids.TRAINING_LOST
-    if lost.always and lost.what == "loss":
+    cause = ids.TRAINING_DIVERGED
+    if divergence.always and divergence.quantity == "loss":
         cause = ids.LOSS_NOT_FINITE
     signature = all_signatures()[cause]
     return Choice(signature=signature, certainty=least_of(["likely", signature.certainty]))

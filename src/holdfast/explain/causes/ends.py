@@ -294,16 +294,16 @@ def _unless_result_is_lost(end: AttemptEnd, evidence: Evidence) -> AttemptEnd:
     """Return a failure in place of a good end if the result was not saved or training diverged."""
     if observations.unsaved_steps(evidence) is not None:
         return replace(end, cause=ids.NOT_SAVED)
-    lost = evidence.divergence
-    if lost is None or not lost.exploded:
+    divergence = evidence.divergence
+    if divergence is None or not divergence.exploded:
         return end
     # Losses in recorded steps are more reliable than printed ones.
-    limit: Certainty = "likely" if lost.log else "certain"
+    limit: Certainty = "likely" if divergence.log else "certain"
     return replace(
         end,
-        cause=ids.TRAINING_LOST,
+        cause=ids.TRAINING_DIVERGED,
         certainty=least_of([end.certainty, limit]),
-        why=f"{end.why}, but {lost.clause()}",
+        why=f"{end.why}, but {divergence.clause()}",
     )
 
 

@@ -74,7 +74,7 @@ def interrupted_state(
     """
     divergence = evidence.divergence or evidence.nan_at_end
     if divergence is not None and divergence.exploded:
-        signature = all_signatures()[ids.INTERRUPTED_LOST]
+        signature = all_signatures()[ids.INTERRUPTED_AFTER_DIVERGENCE]
         return replace(signature, title=_title_of_divergence(divergence))
     if not from_statement:
         return None
@@ -93,9 +93,9 @@ def interrupted_state(
 def _title_of_divergence(divergence: Divergence) -> str:
     if divergence.rose is not None:
         return "interrupted by the user after the loss had exploded"
-    if divergence.what == "gradients":
+    if divergence.quantity == "gradients":
         return "interrupted by the user while the gradients were NaN or infinite"
-    return all_signatures()[ids.INTERRUPTED_LOST].title
+    return all_signatures()[ids.INTERRUPTED_AFTER_DIVERGENCE].title
 
 
 def _is_main_thread(frames: Sequence[Frame]) -> bool:

@@ -57,8 +57,8 @@ def _cause(judged: JudgedLoss) -> str:
     """Return the id of the signature for what a loss shows."""
     divergence = judged.divergence
     if divergence is not None and divergence.exploded:
-        always = divergence.what == "loss" and divergence.always
-        return ids.LOSS_NOT_FINITE if always else ids.TRAINING_LOST
+        always = divergence.quantity == "loss" and divergence.always
+        return ids.LOSS_NOT_FINITE if always else ids.TRAINING_DIVERGED
     if divergence is not None or judged.learning.outcome in ("flat", "spiked"):
         return ids.NOT_LEARNED
     if judged.learning.outcome == "fell":
@@ -118,7 +118,7 @@ def _summary(record: Record, judged: JudgedLoss, sentence: str) -> Iterator[str]
 def _exhibits(record: Record, judged: JudgedLoss) -> Iterator[Exhibit]:
     """Yield the values of the loss and, if they say how the training diverged, of the gradients."""
     names = [judged.chosen.name] if judged.chosen is not None else []
-    if judged.divergence is not None and judged.divergence.what == "gradients":
+    if judged.divergence is not None and judged.divergence.quantity == "gradients":
         names = [judged.norm, *names]
     for name in names:
         series = record.series[name]

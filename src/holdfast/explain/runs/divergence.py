@@ -137,7 +137,7 @@ def find_nan_at_end(log: LogText, *, name: str) -> Divergence | None:
     """
     if not log.losses or not math.isnan(log.losses[-1][1]):
         return None
-    return Divergence(what="loss", since=log.losses[-1][0], log=name)
+    return Divergence(quantity="loss", since=log.losses[-1][0], log=name)
 
 
 def find_divergence(
@@ -159,7 +159,7 @@ def find_divergence(
 
 
 def _find_nonfinite_end(
-    points: Sequence[Point], what: Literal["loss", "gradients"], min_count: int
+    points: Sequence[Point], quantity: Literal["loss", "gradients"], min_count: int
 ) -> Divergence | None:
     """Return the divergence if at least the last `min_count` values are not finite, or else None.
 
@@ -167,14 +167,14 @@ def _find_nonfinite_end(
 
     Args:
         points: The losses or gradient norms, oldest first.
-        what: Whether the values are losses or gradient norms.
+        quantity: Whether the values are losses or gradient norms.
         min_count: How many values at the end must not be finite.
     """
     count = _count_bad_at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
-    if count < min_count and not (always and what == "loss"):
+    if count < min_count and not (always and quantity == "loss"):
         return None
-    return Divergence(what=what, since=points[-count][0], always=always)
+    return Divergence(quantity=quantity, since=points[-count][0], always=always)
 
 
 def _find_explosion(points: Sequence[Point]) -> Divergence | None:
@@ -188,7 +188,7 @@ def _find_explosion(points: Sequence[Point]) -> Divergence | None:
     count = _count_bad_at_end(points, lambda value: not value < limit)
     if count < max(_MIN_BAD_LOSSES, len(points) // _PARTS_OF_RUN):
         return None
-    return Divergence(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
+    return Divergence(quantity="loss", since=points[-count][0], rose=(level, points[-1][1]))
 
 
 def _find_best_level(losses: Sequence[float]) -> float:
@@ -238,7 +238,7 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> Divergence | N
     if not is_far_above and not (is_above and stays_above):
         return None
     return Divergence(
-        what="loss", since=finite[-size][0], rose=(first, last), exploded=False, log=log
+        quantity="loss", since=finite[-size][0], rose=(first, last), exploded=False, log=log
     )
 
 

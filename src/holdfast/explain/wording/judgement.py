@@ -95,10 +95,10 @@ class Judgement:
     def never_had_a_finite_loss(self) -> bool:
         """Return whether the cause is a loss that was not finite from the first step on."""
         divergence = self.evidence.divergence
-        causes = (ids.LOSS_NOT_FINITE, ids.INTERRUPTED_LOST)
+        causes = (ids.LOSS_NOT_FINITE, ids.INTERRUPTED_AFTER_DIVERGENCE)
         if self.signature.id not in causes or divergence is None:
             return False
-        return divergence.what == "loss" and divergence.always
+        return divergence.quantity == "loss" and divergence.always
 
     @property
     def leak(self) -> Event | None:

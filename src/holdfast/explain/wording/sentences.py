@@ -55,7 +55,7 @@ def _title_of_exit_with_status_0(judgement: Judgement) -> str:
     signature = judgement.signature
     evidence = judgement.evidence
     ended = "ended with status 0" if judgement.end.well else "finished"
-    if signature.id == ids.TRAINING_LOST and evidence.divergence is not None:
+    if signature.id == ids.TRAINING_DIVERGED and evidence.divergence is not None:
         if judgement.end.cause is None:
             return evidence.divergence.clause()
         return f"{ended}, but {evidence.divergence.clause()}"

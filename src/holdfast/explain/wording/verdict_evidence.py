@@ -72,7 +72,10 @@ def _exhibits_of_fallen_loss(judgement: Judgement) -> Iterator[Exhibit]:
 def _exhibits_of_nan_at_end(judgement: Judgement) -> Iterator[Exhibit]:
     """Yield the NaN loss at which the user probably interrupted the run."""
     evidence = judgement.evidence
-    if evidence.nan_at_end is not None and judgement.signature.id == ids.INTERRUPTED_LOST:
+    if (
+        evidence.nan_at_end is not None
+        and judgement.signature.id == ids.INTERRUPTED_AFTER_DIVERGENCE
+    ):
         yield Exhibit(text=evidence.nan_at_end.clause(), source=evidence.source)
 
 
