@@ -26,7 +26,7 @@ from holdfast.explain.certainty import CERTAINTIES
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.judging import judge
 from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.endings import UNCAUGHT
+from holdfast.explain.signatures.ids import UNCAUGHT
 from holdfast.explain.verdict import Verdict
 
 _QUICK_EVERY = 60

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
 from holdfast.supervise.process_tree import descendants, read_table
-from holdfast.supervise.watch import inspection
+from holdfast.supervise.watch import inspected_processes
 from holdfast.supervise.watch.process_evidence import read_kernel_view
 from holdfast.supervise.watch.py_spy import find_py_spy
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_looked_at_is_a_clear_error(
             assert "[H741]" in result.stderr
             assert words in result.stderr
             assert "Fix: " in result.stderr
-        monkeypatch.setattr(inspection, "find_py_spy", lambda: "")
+        monkeypatch.setattr(inspected_processes, "find_py_spy", lambda: "")
         result = CliRunner().invoke(make_app("attach"), ["attach", str(sleeper.pid)])
         assert "pip install py-spy" in result.stderr
         sleeper.kill()
@@ -257,8 +257,8 @@ def test_what_cannot_be_looked_at_is_a_clear_error(
 def test_without_the_right_to_trace_the_fix_is_named() -> None:
     """Another user's process: sudo, or a capability for the container."""
     program = (
-        "import os; from holdfast.supervise.watch import inspection; os.setuid(65534);"
-        " inspection.find_subjects(os.getppid(), 1.0)"
+        "import os; from holdfast.supervise.watch import inspected_processes; os.setuid(65534);"
+        " inspected_processes.find_subjects(os.getppid(), 1.0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

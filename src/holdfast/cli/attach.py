@@ -20,14 +20,11 @@ from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json,
 from holdfast.core.control_groups import memory_available_bytes, read_fields
 from holdfast.core.text import as_json_value, counted, size
 from holdfast.explain.hangs.blame import describe_frame
-from holdfast.explain.hangs.frames import user_frame
-from holdfast.supervise.watch.inspection import (
-    IMPORT_FILE,
-    Inspection,
-    inspect_process,
-    phase_of,
-)
-from holdfast.supervise.watch.stacks import describe, stays_at_same_lines
+from holdfast.explain.hangs.frames import frame_to_show
+from holdfast.supervise.watch.inspection import Inspection, inspect_process
+from holdfast.supervise.watch.stack_phases import IMPORT_FILE, find_phase
+from holdfast.supervise.watch.stack_text import describe_stacks
+from holdfast.supervise.watch.stacks import stays_at_same_lines
 
 # Matches consecutive frames of Python's import system. A stack may contain dozens of them, so they
 # are printed as a single line.
@@ -74,10 +71,12 @@ def _rows(inspection: Inspection) -> list[dict[str, Any]]:
         {
             "pid": process.pid,
             "rank": process.rank,
-            "state": process.last.state,
+            "state": process.newest.state,
             "cpu_share": round(process.cpu_share, 3),
-            "phase": phase_of(process),
-            "stack": [describe_frame(frame) for frame in reversed(process.last.main.frames)],
+            "phase": find_phase(process),
+            "stack": [
+                describe_frame(frame) for frame in reversed(process.newest.main_thread.frames)
+            ],
             "resident_bytes": _read_resident_bytes(process.pid),
             "device_bytes": device_bytes.get(process.pid),
         }
@@ -202,10 +201,10 @@ def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None
     for process, row in zip(inspection.processes, rows, strict=True):
         facts = _describe_facts(row)
         if process.judged or process.pid == blamed_pid:
-            stacks = _IMPORT_FRAMES.sub("  (imports)\n", describe(process))
+            stacks = _IMPORT_FRAMES.sub("  (imports)\n", describe_stacks(process))
             typer.echo(f"{stacks}\nprocess {process.pid}: {facts}\n")
         else:
-            frame = describe_frame(user_frame(process.last.main.frames))
+            frame = describe_frame(frame_to_show(process.newest.main_thread.frames))
             typer.echo(f"process {process.pid}: {facts}, at {frame}")
 
 

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from holdfast.cli.output import Json, console, failing_clearly, paged, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.core.text import sanitise
+from holdfast.core.text import capitalized, sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.runs.recordings import near_path
 from holdfast.explain.signatures import UNJUDGED, WELL
-from holdfast.explain.signatures.endings import LOSS_FELL
+from holdfast.explain.signatures.ids import LOSS_FELL
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import folder_of_first_host
 
@@ -208,8 +208,8 @@ def _verdict_on_record(path: Path, attempt: int | None, status: int | None) -> V
     if found is None:
         return None
     # These imports load the catalog of rules.
-    from holdfast.explain.records.judging import judge_record
     from holdfast.explain.records.reading import read_record
+    from holdfast.explain.records.verdict import judge_record
 
     _refuse_options("the record of another tool", attempt=attempt, status=status)
     return judge_record(read_record(found))
@@ -217,7 +217,7 @@ def _verdict_on_record(path: Path, attempt: int | None, status: int | None) -> V
 
 def _verdict_on_dumps(path: Path, attempt: int | None, status: int | None) -> Verdict | None:
     """Return the verdict on dumps of torch's flight recorder, or None if the path holds none."""
-    from holdfast.explain.flight.words import judge_dumps
+    from holdfast.explain.flight.judging import judge_dumps
     from holdfast.explain.runs.recordings import holds_recordings, unreadable_error
 
     try:
@@ -300,7 +300,7 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
 
 def _print_headline(out: Console, verdict: Verdict) -> None:
     """Print a summary: the title, the most important evidence, and the fix in one sentence."""
-    title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
+    title = capitalized(verdict.title)
     style = f"bold {_color(verdict)}"
     out.print(Text.assemble((title, style), f"  [{verdict.cause}, {verdict.family}]"))
     if not verdict.needs_action:
@@ -352,10 +352,7 @@ def _print_evidence(out: Console, evidence: Sequence[Exhibit]) -> None:
         return
     out.print(Text("\nEvidence", style="bold"))
     for exhibit in evidence:
-        source = f"{exhibit.role}: {exhibit.source}"
-        if exhibit.rank is not None:
-            source += f", rank {exhibit.rank}"
-        out.print(Padding(Text(source, style="dim"), (0, 0, 0, 2)))
+        out.print(Padding(Text(exhibit.heading, style="dim"), (0, 0, 0, 2)))
         out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
 
 

@@ -149,6 +149,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
+def capitalized(text: str) -> str:
+    """Return a text whose first letter is a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as "1 batch" or "1,200 batches"."""
     if count == 1:

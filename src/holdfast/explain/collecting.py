@@ -11,15 +11,23 @@ from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.explain.evidence import NO_STATUS, Ending, Evidence
-from holdfast.explain.logs.keeping import Readable
-from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.logs.excerpt import Readable
+from holdfast.explain.logs.log_text import LogText, read_log
 from holdfast.explain.runs.attempts import collect_attempt
-from holdfast.explain.runs.divergence import find_lost_training, lost_from_output, nan_at_the_end
-from holdfast.explain.runs.guard_records import already_tried, how_closed, statements_of_guards
-from holdfast.explain.runs.learning import learning_from_output
-from holdfast.explain.runs.recorded_steps import steps_of_guard
+from holdfast.explain.runs.divergence import (
+    find_nan_at_end,
+    find_printed_divergence,
+    find_recorded_divergence,
+)
+from holdfast.explain.runs.guard_records import (
+    collect_guard_statements,
+    describe_remedies,
+    find_closing,
+)
+from holdfast.explain.runs.learning import judge_learning_from_output
+from holdfast.explain.runs.recorded_steps import read_guard_steps
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
-from holdfast.explain.speed.reading import time_use
+from holdfast.explain.speed.reading import collect_time_use
 from holdfast.explain.speed.rules import find_causes
 
 _MAX_QUOTED_CHARACTERS = 300
@@ -70,7 +78,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         status: Exit status of the command that wrote the log, or None if unknown.
     """
     log = read_log(stream, name=name, alone=True)
-    lost = lost_from_output(log, name=name)
+    divergence = find_printed_divergence(log, name=name)
     endings = list(log.endings)
     if status is not None:
         endings.append(Ending(status=status))
@@ -79,10 +87,10 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         missing=tuple(_missing_of_log(log, status)),
         statements=log.statements,
         endings=tuple(endings),
-        lost=lost,
-        nan_at_end=nan_at_the_end(log, name=name) if lost is None else None,
-        learning=learning_from_output(log) if status == 0 else None,
-        printed_losses=len(log.losses),
+        divergence=divergence,
+        nan_at_end=find_nan_at_end(log, name=name) if divergence is None else None,
+        learning=judge_learning_from_output(log) if status == 0 else None,
+        printed_loss_count=len(log.losses),
         output_says_done=log.says_done,
     )
 
@@ -133,12 +141,12 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     for folder in folders:
         events += recordings.events(folder)
     events.sort(key=lambda event: event.unix_seconds)
-    steps = [step for folder in folders for step in steps_of_guard(folder)]
+    steps = [step for folder in folders for step in read_guard_steps(folder)]
     newest = max(steps, key=lambda step: step.unix_seconds, default=None)
-    statements = statements_of_guards(
+    statements = collect_guard_statements(
         events, last_step=newest.unix_seconds if newest is not None else 0.0
     )
-    closing = how_closed(events)
+    closing = find_closing(events)
     missing = [
         *recordings.missing,
         "no exit status and no output: the run was not started with `holdfast run`",
@@ -148,16 +156,16 @@ def _collect_guard(recordings: Recordings) -> Evidence:
             "no record of a Guard closing: the run was cut off, or its script does not call"
             " `guard.close()`"
         )
-    lost, _ = find_lost_training([], folders)
+    divergence, _ = find_recorded_divergence([], folders)
     return Evidence(
         source=str(recordings.run),
         missing=tuple(missing),
         statements=tuple(statements),
         events=tuple(events),
-        tried=tuple(already_tried(events)),
-        lost=lost,
+        tried=tuple(describe_remedies(events)),
+        divergence=divergence,
         # Without `holdfast run`, only a slow rank is known.
-        speed=find_causes(time_use([], events, attempt=0)),
+        speed=find_causes(collect_time_use([], events, attempt=0)),
         steps=newest.global_step if newest is not None else None,
         guard_closing=closing,
     )

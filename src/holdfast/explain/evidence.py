@@ -70,21 +70,21 @@ class Statement:
     fatal: bool | None = None
     # Whether this exception led to another exception, which makes it more likely to be the root
     # cause.
-    cause: bool = False
+    led_to_another: bool = False
     # Whether the script raised this exception on purpose, with a `raise` statement, while it was
     # handling the previous one of its chain. Its message then says more than the first one.
-    replaces_cause: bool = False
+    replaces_previous: bool = False
     # Whether a logger printed this exception. If so, some code caught the exception, although it
     # may have raised the exception again.
     logged: bool = False
     # Whether lines that show progress follow this statement. These lines do not prove that the run
     # continued: a buffer may have delayed them, or another process may have printed them.
-    overtaken: bool = False
+    followed_by_progress: bool = False
     # Whether the process printed a retry or progress before its next exception.
-    resumed: bool = False
+    continued_before_next: bool = False
     # For a traceback: True if no later line shows that the run continued, saved a checkpoint or
     # finished. For a line: True if it is the last line of the log.
-    last: bool = False
+    ends_output: bool = False
     # The id of the rule that reported this failure, such as ``"H401"``, if the source recorded one.
     rule: str | None = None
 
@@ -115,14 +115,14 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostTraining:
+class Divergence:
     """How a training run diverged: its loss exploded, or its loss or gradients became NaN or Inf.
 
     A run that recovered has not diverged.
     """
 
     # The values that diverged.
-    what: Literal["loss", "gradients"]
+    quantity: Literal["loss", "gradients"]
     # The step of the first bad value, or the line number of that value if `log` is set.
     since: int
     # Whether every value was bad from the beginning.
@@ -134,7 +134,7 @@ class LostTraining:
     # The name of the log that contains the values; empty if they come from recorded steps.
     log: str = ""
 
-    def sentence(self) -> str:
+    def clause(self) -> str:
         """Return a clause for use within a sentence, without a capital letter or a period."""
         since = f"since step {self.since}"
         if self.log:
@@ -143,7 +143,7 @@ class LostTraining:
             best, newest = self.rose
             return f"the loss diverged: it rose from {best:.3g} to {newest:.3g}, {since}"
         subject = "the loss is"
-        if self.what == "gradients":
+        if self.quantity == "gradients":
             subject = "the gradients are"
         if self.always and self.log:
             # The log may begin in the middle of the training.
@@ -155,7 +155,7 @@ class LostTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether the loss of a run fell (for divergence, see `LostTraining`).
+    """Whether the loss of a run fell (for divergence, see `Divergence`).
 
     Attributes:
         outcome: ``"fell"``; ``"flat"``; ``"rose"`` if the loss rose without diverging;
@@ -175,7 +175,7 @@ class Learning:
     constant: bool = False
     reason: str = ""
 
-    def sentence(self) -> str:
+    def clause(self) -> str:
         """Return a clause for use within a sentence, without a capital letter or a period."""
         if self.outcome == "unclear":
             return self.reason
@@ -237,11 +237,11 @@ class Evidence:
     applied_changes: Mapping[str, Any] = field(default_factory=dict)
 
     # How the training diverged. None if it did not, or if no losses were recorded.
-    lost: LostTraining | None = None
-    # The newest printed loss if it is NaN and `lost` is None. One NaN does not show that the
+    divergence: Divergence | None = None
+    # The newest printed loss if it is NaN and `divergence` is None. One NaN does not show that the
     # training diverged, because the script may skip such a batch, but it explains why the user
     # stopped a run.
-    nan_at_end: LostTraining | None = None
+    nan_at_end: Divergence | None = None
     # Whether the loss fell. It is judged only if the exit status is 0, and is None otherwise.
     learning: Learning | None = None
     # What the training loop spent its time on: its problems, or one plain statement. Empty if that
@@ -250,7 +250,7 @@ class Evidence:
     # The collective in which ranks differ, according to the dumps of torch's flight recorder.
     flight: FlightFinding | None = None
     # Number of losses in the output. They are counted only if a log is the only evidence.
-    printed_losses: int = 0
+    printed_loss_count: int = 0
 
     # Number of steps that the training process completed, and the last phase of this process, in
     # lower case.

@@ -87,27 +87,38 @@ def exhibits_of_end(
         command: How the command ended, or None if unknown.
         first_failure: How the process that failed first ended, or None if no process failed.
     """
-    if command is not None and command.status is not None:
+    status_of_command = None if command is None else command.status
+    if command is not None and status_of_command is not None:
         yield _exhibit_of_status("the command", command)
     # If the command exited with the same status as the process that failed first, it only passed
     # that status on.
-    status_of_command = None if command is None else command.status
     if first_failure is not None and first_failure.status not in (None, status_of_command):
         yield _exhibit_of_status("the process that failed first", first_failure)
-    kills = observations.count_kernel_kills(evidence.endings)
-    if kills:
-        yield Exhibit(text=f"oom_kill rose by {kills}", source="control group", role="confirmation")
-    elif kills == 0 and status_of_command in _STATUSES_OF_SIGKILL:
-        # Only then is it worth knowing that the kernel was not the one who killed.
-        yield Exhibit(text="oom_kill did not rise", source="control group")
+    yield from _exhibits_of_kernel_kills(evidence, status_of_command)
     yield from _memory_exhibits(evidence)
-    if evidence.lost is not None:
-        source = evidence.lost.log or "recorded steps"
-        yield Exhibit(text=evidence.lost.sentence(), source=source)
+    if evidence.divergence is not None:
+        source = evidence.divergence.log or "recorded steps"
+        yield Exhibit(text=evidence.divergence.clause(), source=source)
     hang = observations.ignored_hang(evidence)
     if hang is not None:
         for exhibit in exhibits_of_hang(hang):
             yield replace(exhibit, role="fact")
+
+
+def _exhibits_of_kernel_kills(evidence: Evidence, status: int | None) -> Iterator[Exhibit]:
+    """Yield an exhibit that says whether the kernel killed a process for lack of memory.
+
+    That it did not is worth knowing only if the command was killed.
+
+    Args:
+        evidence: The evidence about the attempt.
+        status: The exit status of the command, or None if unknown.
+    """
+    kills = observations.count_kernel_kills(evidence.endings)
+    if kills:
+        yield Exhibit(text=f"oom_kill rose by {kills}", source="control group", role="confirmation")
+    elif kills == 0 and status in _STATUSES_OF_SIGKILL:
+        yield Exhibit(text="oom_kill did not rise", source="control group")
 
 
 def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:

@@ -21,16 +21,16 @@ from holdfast.explain.causes.doubts import Doubt, find_doubt
 from holdfast.explain.causes.good_ends import find_shortfalls
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.evidence import Evidence
-from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings
+from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, ids
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.wording.judgement import Judgement
-from holdfast.explain.wording.verdict_words import in_words
+from holdfast.explain.wording.verdict_text import write_verdict
 
 
 def judge(evidence: Evidence) -> Verdict:
     """Return the verdict on why a run ended, including its texts."""
-    return in_words(reach_judgement(evidence))
+    return write_verdict(reach_judgement(evidence))
 
 
 def reach_judgement(evidence: Evidence) -> Judgement:
@@ -57,8 +57,8 @@ def _name_collective(case: Case, choice: Choice) -> Choice:
     That ranks differ in a collective explains a timeout and a hang, but no other failure.
     """
     flight = case.evidence.flight
-    explained = (endings.COLLECTIVE_TIMEOUT, endings.COLLECTIVE_HANG)
-    specific = (endings.COLLECTIVE_NOT_ENTERED, endings.DIFFERENT_COLLECTIVES)
+    explained = (ids.COLLECTIVE_TIMEOUT, ids.COLLECTIVE_HANG)
+    specific = (ids.COLLECTIVE_NOT_ENTERED, ids.DIFFERENT_COLLECTIVES)
     if flight is None or choice.signature.id not in explained or flight.rule not in specific:
         return choice
     signature = all_signatures()[flight.rule]
@@ -94,7 +94,7 @@ def _certainty_to_show(choice: Choice) -> Certainty | None:
     it. Otherwise an exception that matches no signature is a guess, because its message often
     reports a consequence. If the cause is unknown, there is nothing to be certain of.
     """
-    if choice.signature.family == "ended well" or choice.signature.id == endings.UNKNOWN:
+    if choice.signature.family == "ended well" or choice.signature.id == ids.UNKNOWN:
         return None
     candidate = choice.candidate
     if candidate is not None and candidate.quotes_an_exception:
@@ -113,9 +113,9 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str] | None:
     if case.end.well:
         return None
     same = {choice.signature.id}
-    if choice.signature.id in endings.INTERRUPTED_STATES:
+    if choice.signature.id in ids.INTERRUPTED_STATES:
         # The user also interrupted the run, as the title says.
-        same.add(endings.INTERRUPTED)
+        same.add(ids.INTERRUPTED)
     for signature in _other_causes(case, choice):
         if signature.id not in same:
             return signature.id, signature.title
@@ -124,20 +124,28 @@ def _runner_up(case: Case, choice: Choice) -> tuple[str, str] | None:
 
 def _other_causes(case: Case, choice: Choice) -> Iterator[Signature]:
     """Yield the other causes that the evidence suggests, with the most likely one first."""
-    logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
-    if choice.signature.family != "hardware" and logged_by_kernel:
-        yield all_signatures()[endings.XID]
-    lost = case.evidence.lost
-    if choice.signature.family != "numerics" and lost is not None and lost.exploded:
-        yield all_signatures()[endings.TRAINING_LOST]
+    yield from _silent_causes(case, choice)
     for candidate in (*case.roots, *case.cascades):
         if candidate is not choice.candidate:
             yield candidate.signature
     yield from _other_killers(case, choice)
-    if case.end.cause is not None and case.end.cause != endings.STATUS_ONLY:
+    if case.end.cause is not None and case.end.cause != ids.STATUS_ONLY:
         yield all_signatures()[case.end.cause]
     if choice.candidate is not None:
-        yield from choice.candidate.also
+        yield from choice.candidate.other_signatures
+
+
+def _silent_causes(case: Case, choice: Choice) -> Iterator[Signature]:
+    """Yield causes that never end a process with a message of their own.
+
+    These are a GPU error that the kernel logged, and training that diverged.
+    """
+    logged_by_kernel = any("NVRM: Xid" in line.text for line in case.evidence.statements)
+    if choice.signature.family != "hardware" and logged_by_kernel:
+        yield all_signatures()[ids.XID]
+    divergence = case.evidence.divergence
+    if choice.signature.family != "numerics" and divergence is not None and divergence.exploded:
+        yield all_signatures()[ids.TRAINING_DIVERGED]
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[Signature]:
@@ -147,8 +155,8 @@ def _other_killers(case: Case, choice: Choice) -> Iterator[Signature]:
     or a scheduler was chosen, the alternative is the kernel, unless the kernel's counter of
     out-of-memory kills is known.
     """
-    if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
-        yield all_signatures()[endings.KILLED]
+    if choice.candidate is not None and choice.signature.id == ids.KILLED_UNCOUNTED:
+        yield all_signatures()[ids.KILLED]
     kills = observations.count_kernel_kills(case.evidence.endings)
-    if choice.signature.id == endings.KILLED and kills is None:
-        yield all_signatures()[endings.KILLED_UNCOUNTED]
+    if choice.signature.id == ids.KILLED and kills is None:
+        yield all_signatures()[ids.KILLED_UNCOUNTED]

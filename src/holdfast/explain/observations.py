@@ -129,20 +129,24 @@ class UnsavedSteps:
     reason: str
     was_refused: bool
 
-    def state(self) -> str:
+    def newest_checkpoint_clause(self) -> str:
         """Return a clause that names the newest checkpoint's step or says that there is none."""
         if self.newest_checkpoint is None:
             return "nothing was saved"
         return f"its newest checkpoint is from step {self.newest_checkpoint}"
 
-    def state_and_reason(self) -> str:
+    def clause_with_reason(self) -> str:
         """Return a clause that names the newest checkpoint and, if known, why the save failed."""
-        return f"{self.state()} ({self.reason})" if self.reason else self.state()
+        return (
+            f"{self.newest_checkpoint_clause()} ({self.reason})"
+            if self.reason
+            else self.newest_checkpoint_clause()
+        )
 
-    def sentence(self) -> str:
+    def clause(self) -> str:
         """Return a clause for use within a sentence, without a capital letter or a period."""
         return (
-            f"{self.state()}, although it had reached step {self.step}"
+            f"{self.newest_checkpoint_clause()}, although it had reached step {self.step}"
             f" (failed saves: {self.failed_saves})"
         )
 
@@ -213,7 +217,7 @@ class DifferingRepetitions:
     count: int
     repeated: int | None
 
-    def words(self) -> str:
+    def clause(self) -> str:
         """Return a clause for use within a sentence, without a capital letter or a period."""
         if self.repeated is None:
             return f"{counted(self.count, 'repeated step')} gave other bits"
@@ -344,7 +348,7 @@ def final_traceback(evidence: Evidence) -> Statement | None:
     whether that exception ended its process.
     """
     for statement in reversed(evidence.statements):
-        if statement.kind == "exception" and statement.last and statement.fatal is None:
+        if statement.kind == "exception" and statement.ends_output and statement.fatal is None:
             return statement
     return None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from holdfast.core.errors import PolicyError, nearest
+from holdfast.core.text import capitalized
 from holdfast.explain.signatures import all_signatures
 from holdfast.explain.signatures.signature import Signature
 
@@ -54,7 +55,7 @@ def all_rules() -> dict[str, RulePage]:
 @functools.cache
 def catalogue() -> dict[str, RulePage]:
     """Return all rules, from `PAGES` and from the signatures, keyed by id in ascending order."""
-    rules = {signature.id: _rule_of(signature) for signature in all_signatures().values()}
+    rules = {signature.id: _page_of_signature(signature) for signature in all_signatures().values()}
     rules.update(all_rules())
     return dict(sorted(rules.items(), key=lambda entry: int(entry[0][1:])))
 
@@ -78,7 +79,7 @@ def find_rule(rule_id: str) -> RulePage:
     )
 
 
-def _rule_of(signature: Signature) -> RulePage:
+def _page_of_signature(signature: Signature) -> RulePage:
     """Return the page for a signature.
 
     It gives the meaning, the fix, the restart, false positives, examples and the class of causes.
@@ -93,8 +94,7 @@ def _rule_of(signature: Signature) -> RulePage:
         parts.append(f"**Example.**\n\n{_indented(signature.example)}")
     for where, text in signature.also.items():
         parts.append(f"**Also** ({where}).\n\n{_indented(text)}")
-    family = signature.family[:1].upper() + signature.family[1:]
-    parts.append(f"**Class of causes.** {family}.")
+    parts.append(f"**Class of causes.** {capitalized(signature.family)}.")
     return RulePage(id=signature.id, title=signature.title, text="\n\n".join(parts))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from holdfast.core.text import sanitise
+from holdfast.core.text import capitalized, sanitise
 
 Cause = Literal[
     "too few workers",
@@ -57,4 +57,4 @@ class SpeedFinding:
 
     def sentence(self) -> str:
         """Return the title as a sentence that also names the cause and the evidence."""
-        return f"{self.title[:1].upper()}{self.title[1:]} ({self.cause}): {self.evidence}."
+        return f"{capitalized(self.title)} ({self.cause}): {self.evidence}."

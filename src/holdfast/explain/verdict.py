@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.core.text import sanitise
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.signatures import UNJUDGED, WELL
-from holdfast.explain.signatures.endings import LOSS_FELL
+from holdfast.explain.signatures.ids import LOSS_FELL
 from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES, Family, Restart
 from holdfast.explain.speed_finding import SpeedFinding
 
@@ -24,6 +24,14 @@ _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
 # The number of the form of `Verdict.as_json`. It changes when a field is removed, renamed or gets
 # another meaning.
 _JSON_VERSION = 2
+
+# What each role means, in the words that users read. A fact speaks for itself.
+_ROLES_IN_WORDS = {
+    "root": "the cause",
+    "cascade": "follows from another failure",
+    "confirmation": "confirms the cause",
+    "fact": "",
+}
 
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 _MAX_ADVICE_CHARACTERS = 160
@@ -46,6 +54,22 @@ class Exhibit:
     def __post_init__(self) -> None:
         """Sanitize the texts."""
         _sanitise_fields(self)
+
+    @property
+    def role_in_words(self) -> str:
+        """Return what this evidence shows, such as "the cause"; empty for a fact."""
+        # A verdict that is read from a damaged file may have any role.
+        return _ROLES_IN_WORDS.get(self.role, "")
+
+    @property
+    def heading(self) -> str:
+        """Return the source, rank and role as text, such as ``"a.log:9, rank 1 (the cause)"``."""
+        heading = self.source
+        if self.rank is not None:
+            heading += f", rank {self.rank}"
+        if self.role_in_words:
+            heading += f" ({self.role_in_words})"
+        return heading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

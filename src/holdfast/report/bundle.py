@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.secret_words import HIDDEN, SECRET_OPTION, hide_in_words
-from holdfast.core.text import counted, moment
+from holdfast.core.text import capitalized, counted, moment
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.page.environment import environment
 from holdfast.report.page.gathered_run import GatheredRun, RecordedStacks
@@ -128,8 +128,7 @@ def _sections_of_verdict(verdict: Verdict) -> list[Section]:
 
 def _lines_of_evidence(evidence: Iterable[Exhibit]) -> Iterable[str]:
     for exhibit in evidence:
-        rank = "" if exhibit.rank is None else f", rank {exhibit.rank}"
-        yield f"- {exhibit.role}, {exhibit.source}{rank}:"
+        yield f"- {exhibit.heading}:"
         for line in exhibit.text.splitlines():
             yield f"      {line}"
 
@@ -159,7 +158,7 @@ def _lines_of_stacks(stacks: Sequence[RecordedStacks]) -> Iterable[str]:
 
 def _text(verdict: Verdict, sections: Iterable[Section]) -> str:
     """Return the sections as text. The first ones get the room that they need."""
-    title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
+    title = capitalized(verdict.title)
     text = f"# {_without_secrets(title)} [{verdict.cause}, {verdict.family}]\n"
     if verdict.certainty is not None:
         text += f"\nCause: {verdict.certainty}\n"

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from holdfast.core.text import sanitise
 from holdfast.explain.certainty import CERTAINTIES
-from holdfast.explain.signatures.endings import NOT_JUDGED
+from holdfast.explain.signatures.ids import NOT_JUDGED
 from holdfast.explain.signatures.signature import FAMILIES, NO_FAILURES, Restart
 from holdfast.explain.speed_finding import CAUSES, SpeedFinding
 from holdfast.explain.verdict import Exhibit, Verdict

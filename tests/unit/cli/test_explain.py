@@ -254,6 +254,36 @@ def test_a_hostile_recording_cannot_command_the_terminal(tmp_path, options):
     assert "t" in json.loads(call(run, "--json").output)["where"]
 
 
+def test_each_piece_of_evidence_says_what_it_shows():
+    """The roles of the JSON form are not printed: each is a few words behind the source."""
+    verdict = Verdict(
+        cause="H965",
+        family="shape or type",
+        title="matrix sizes do not match",
+        summary="It failed.",
+        fix="",
+        evidence=(
+            Exhibit(text="first", source="a.log:3", role="root", rank=1),
+            Exhibit(text="second", source="a.log:9", role="cascade"),
+            Exhibit(text="third", source="a.log:5", role="confirmation"),
+            Exhibit(text="fourth", source="exit status"),
+            Exhibit(text="fifth", source="damaged", role="[red]"),
+        ),
+    )
+    out = io.StringIO()
+
+    print_verdict(Console(file=out, width=100), verdict, "a.log")
+
+    evidence = out.getvalue().partition("Evidence\n")[2].splitlines()[:10]
+    assert [line.strip() for line in evidence[::2]] == [
+        "a.log:3, rank 1 (the cause)",
+        "a.log:9 (follows from another failure)",
+        "a.log:5 (confirms the cause)",
+        "exit status",
+        "damaged",
+    ]
+
+
 def test_markup_in_a_verdict_stays_text():
     """What looks like markup of rich, or a link, is shown as it is.
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.flight.dumps import find_dumps, read_dumps
+from holdfast.explain.flight.judging import read_flight_of_attempt
 from holdfast.explain.flight.plain_pickle import NotPlainError, read_plain_pickle
-from holdfast.explain.flight.words import flight_of_attempt
 from holdfast.explain.judging import judge
 from holdfast.supervise.launch.flight_dumps import flight_variables, keep_dumps
 
@@ -177,9 +177,9 @@ def test_a_timeout_in_a_run_is_explained_by_its_dumps(tmp_path: Path) -> None:
     write(tmp_path, {0: [entry(2), entry(3)], 1: [entry(2)], 2: [entry(2), entry(3)]})
     for rank in range(3):
         (tmp_path / f"trace_rank_{rank}").rename(f"{place}{rank}")
-    flight, problems = flight_of_attempt(tmp_path, 4)
+    flight, problems = read_flight_of_attempt(tmp_path, 4)
     assert problems == []
-    assert flight_of_attempt(tmp_path, 3) == (None, [])
+    assert read_flight_of_attempt(tmp_path, 3) == (None, [])
 
     statement = Statement(
         text=TIMEOUT, source="output.log:1", exception="DistBackendError", kind="exception", rank=0

@@ -11,8 +11,14 @@ import yaml
 
 from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.blame import HangDiagnosis, describe_frame, diagnose_hang
-from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, waits_for
-from holdfast.explain.hangs.frames import user_frame
+from holdfast.explain.hangs.frames import frame_to_show
+from holdfast.explain.hangs.process_samples import (
+    ExaminedProcess,
+    ProcessSample,
+    ThreadSample,
+    WaitKind,
+    classify_wait,
+)
 
 PYTHON = "/usr/lib/python3.11/"
 TORCH = PYTHON + "site-packages/torch/"
@@ -32,21 +38,23 @@ CASES = yaml.safe_load(Path(__file__).with_name("hangs.yaml").read_text(encoding
 FORKED = [TRAIN, (PYTHON + "multiprocessing/popen_fork.py", 71, "Popen._launch"), BOOTSTRAP]
 
 
-def thread(frames: list[tuple[str, int, str]], waits: Waits = "futex", **more: Any) -> ThreadLook:
+def thread(
+    frames: list[tuple[str, int, str]], waits: WaitKind = "futex", **more: Any
+) -> ThreadSample:
     built = tuple(Frame(file=file, line=line, function=function) for file, line, function in frames)
-    return ThreadLook(
-        **{"tid": 1, "main": True, "frames": built, "waits": waits, "holds_gil": False, **more}
+    return ThreadSample(
+        **{"tid": 1, "is_main": True, "frames": built, "waits": waits, "holds_gil": False, **more}
     )
 
 
 def process(
-    *threads: ThreadLook, second: ThreadLook | None = None, share: float = 0.0, **about: Any
-) -> Examined:
+    *threads: ThreadSample, second: ThreadSample | None = None, share: float = 0.0, **about: Any
+) -> ExaminedProcess:
     """Return a process that was looked at twice, with the same threads unless another is given."""
     state, io = about.pop("state", "S"), about.pop("io", 0)
-    looks = (
-        ProcessLook(seconds=10.0, source="py-spy", state=state, cpu_seconds=1.0, threads=threads),
-        ProcessLook(
+    samples = (
+        ProcessSample(seconds=10.0, source="py-spy", state=state, cpu_seconds=1.0, threads=threads),
+        ProcessSample(
             seconds=11.0,
             source="py-spy",
             state=state,
@@ -55,13 +63,13 @@ def process(
             threads=threads if second is None else (second,),
         ),
     )
-    return Examined(
+    return ExaminedProcess(
         **{
             "pid": 1,
             "judged": True,
             "phase": "forward/backward",
             "seconds": 31.0,
-            "looks": looks,
+            "samples": samples,
             **about,
         }
     )
@@ -78,7 +86,7 @@ def frames_of(names: list[Any]) -> list[tuple[str, int, str]]:
     ]
 
 
-def judged(*processes: Examined, suspect: int = 1, **more: Any) -> HangDiagnosis:
+def judged(*processes: ExaminedProcess, suspect: int = 1, **more: Any) -> HangDiagnosis:
     return diagnose_hang(processes, suspect, **more)
 
 
@@ -113,15 +121,15 @@ def test_a_thread_that_is_ready_to_run_but_has_no_cpu_is_slow_and_not_stuck() ->
 
     # The main thread waits for a native thread of torch, which has no CPU.
     in_torch = thread([TRAIN, LINEAR], "openmp")
-    looks = [
-        ProcessLook(
+    samples = [
+        ProcessSample(
             seconds=seconds,
             threads=(in_torch,),
-            native_threads=(ThreadLook(tid=2, waits="running", cpu_wait_seconds=waited),),
+            native_threads=(ThreadSample(tid=2, waits="running", cpu_wait_seconds=waited),),
         )
         for seconds, waited in ((10.0, 3.0), (11.0, 3.9))
     ]
-    assert judged(Examined(pid=1, judged=True, looks=tuple(looks))).starved
+    assert judged(ExaminedProcess(pid=1, judged=True, samples=tuple(samples))).starved
     assert judged(process(in_torch)).kind == "OpenMP"
 
     # A rank that polls a collective waits for another rank, not for a CPU.
@@ -135,8 +143,10 @@ def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
     A sleeping heartbeat is not taken for it.
     """
     main = thread([TRAIN, (PYTHON + "threading.py", 1119, "Thread.join")])
-    other = thread([("/home/me/net.py", 5, "fetch")], "socket", tid=2, main=False, name="fetcher")
-    heart = thread([("/home/me/beat.py", 5, "beat")], "sleep", tid=3, main=False)
+    other = thread(
+        [("/home/me/net.py", 5, "fetch")], "socket", tid=2, is_main=False, name="fetcher"
+    )
+    heart = thread([("/home/me/beat.py", 5, "beat")], "sleep", tid=3, is_main=False)
     found = judged(process(main, heart, other))
     assert (found.kind, describe_frame(found.frame)) == ("socket", "/home/me/net.py:5 in fetch")
     assert "fetcher" in found.sentence
@@ -210,20 +220,20 @@ def test_a_loader_that_heals_itself_is_said_from_one_that_does_not() -> None:
     stuck = process(
         thread([WORKER, FETCH, DATA]), pid=3, ppid=1, role="loader worker", judged=False
     )
-    assert judged(process(thread([TRAIN, ours, LOADER]), phase="data wait"), stuck).heals
+    assert judged(process(thread([TRAIN, ours, LOADER]), phase="data wait"), stuck).may_recover
     # Asks it for memory
     unpacks = (str(Path(holdfast.__file__).parent / "loader" / "fetch.py"), 40, "_unpack")
     found = judged(
         process(thread([TRAIN, ours, LOADER, unpacks], "socket"), phase="data wait"), stuck
     )
-    assert (found.process.pid, found.heals) == (3, True)
-    assert not judged(process(thread([TRAIN, LOADER]), phase="data wait"), stuck).heals
-    assert not judged(process(thread([TRAIN, ours, FETCH, DATA]), phase="data wait")).heals
+    assert (found.process.pid, found.may_recover) == (3, True)
+    assert not judged(process(thread([TRAIN, LOADER]), phase="data wait"), stuck).may_recover
+    assert not judged(process(thread([TRAIN, ours, FETCH, DATA]), phase="data wait")).may_recover
 
 
 def rank(
-    number: int, *frames: tuple[str, int, str], waits: Waits = "futex", **about: Any
-) -> Examined:
+    number: int, *frames: tuple[str, int, str], waits: WaitKind = "futex", **about: Any
+) -> ExaminedProcess:
     return process(thread(list(frames), waits), pid=10 + number, rank=number, step=5, **about)
 
 
@@ -252,11 +262,11 @@ def test_a_rank_that_has_ended_is_named() -> None:
 
 def test_a_rank_whose_stack_is_unknown_is_not_blamed() -> None:
     """What a rank has not shown is not claimed, unless its own steps say that it is behind."""
-    silent = process(ThreadLook(tid=1, main=True, waits="socket"), pid=11, rank=1, step=5)
+    silent = process(ThreadSample(tid=1, is_main=True, waits="socket"), pid=11, rank=1, step=5)
     found = judged(rank(0, TRAIN, ALL_REDUCE), silent, suspect=10)
     assert (found.odd_one_out, found.process.pid) == (None, 10)
 
-    behind = process(ThreadLook(tid=1, main=True, waits="socket"), pid=11, rank=1, step=4)
+    behind = process(ThreadSample(tid=1, is_main=True, waits="socket"), pid=11, rank=1, step=4)
     assert judged(rank(0, TRAIN, ALL_REDUCE), behind, suspect=10).odd_one_out == 1
 
 
@@ -332,17 +342,17 @@ def test_without_any_stack_the_kernel_alone_is_asked() -> None:
 
     A state and a system call still say something, and less surely where less is known.
     """
-    blind = process(ThreadLook(tid=1, main=True, waits="socket"))
+    blind = process(ThreadSample(tid=1, is_main=True, waits="socket"))
     assert (judged(blind).kind, judged(blind).frame) == ("socket", None)
-    assert judged(process(ThreadLook(main=True), state="D")).kind == "I/O"
-    nothing = judged(Examined(pid=1, judged=True))
+    assert judged(process(ThreadSample(is_main=True), state="D")).kind == "I/O"
+    nothing = judged(ExaminedProcess(pid=1, judged=True))
     assert (nothing.kind, nothing.certainty) == ("unknown", "a guess")
 
 
 @pytest.mark.parametrize(("facts", "waits"), CASES["kernel"])
 def test_the_kernel_s_view_is_translated(facts: dict[str, str], waits: str) -> None:
     """System call, channel, descriptor and library together say what a thread waits for."""
-    assert waits_for(**facts) == waits
+    assert classify_wait(**facts) == waits
 
 
 def test_user_code_is_neither_a_library_nor_ours() -> None:
@@ -361,5 +371,5 @@ def test_user_code_is_neither_a_library_nor_ours() -> None:
     assert not any(is_user_code(Frame(file=file, line=1, function="f")) for file in others)
     installed = Frame(file=PYTHON + "site-packages/fairseq/data.py", line=7, function="get")
     inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")
-    assert user_frame([installed, inside]) is installed
-    assert user_frame([]) is None
+    assert frame_to_show([installed, inside]) is installed
+    assert frame_to_show([]) is None

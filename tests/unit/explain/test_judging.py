@@ -267,7 +267,7 @@ TEXTS = st.sampled_from(
 )
 NAMES = st.sampled_from([None, "RuntimeError", "OutOfMemoryError", "KeyboardInterrupt"])
 ANY_OF_ITS_TYPE = dict.fromkeys(
-    ("kind", "position", "unix_seconds", "rank", "fatal", "cause", "logged"), ...
+    ("kind", "position", "unix_seconds", "rank", "fatal", "led_to_another", "logged"), ...
 )
 STATEMENTS = st.builds(
     Statement, text=TEXTS, exception=NAMES, source=st.just("a.log:1"), **ANY_OF_ITS_TYPE
@@ -290,7 +290,7 @@ EVENTS = st.builds(
 
 @example(
     statements=[
-        Statement(text=TIMEOUT, source="a.log:1", cause=True),
+        Statement(text=TIMEOUT, source="a.log:1", led_to_another=True),
         Statement(text=SHAPES, source="a.log:1", fatal=True, logged=True),
     ],
     endings=[],
@@ -316,7 +316,7 @@ def test_any_facts_give_a_verdict(statements, endings, events):
     certain = [
         each
         for each in statements
-        if each.fatal and not each.cause and each.exception in (None, "RuntimeError")
+        if each.fatal and not each.led_to_another and each.exception in (None, "RuntimeError")
     ]
     roots = [each for each in certain if each.text in (SHAPES, OOM)]
     known = all_signatures().get(verdict.cause)

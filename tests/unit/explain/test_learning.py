@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.explain.runs.learning import learning_of, learning_of_process, learning_of_run
+from holdfast.explain.runs.learning import (
+    judge_learning,
+    judge_learning_of_process,
+    judge_learning_of_run,
+)
 from holdfast.explain.runs.recorded_steps import (
     LossReading,
-    losses_of_process,
+    read_process_losses,
 )
 from holdfast.recorder.progress import SampleRing, StepSample
 from holdfast.recorder.run_files import SAMPLES_FILE
@@ -84,15 +88,15 @@ UNCLEAR: dict[str, tuple[Curve, int]] = {
 )
 def test_a_curve_is_judged_by_its_fall_beyond_its_noise(outcome, curve, count):
     """A loss fell, did not fall, or is not judged."""
-    assert learning_of(readings(curve, count)).outcome == outcome
+    assert judge_learning(readings(curve, count)).outcome == outcome
 
 
 def test_a_thousandfold_rise_is_said_although_the_loss_came_back():
     """The peak and its step are named; one batch alone is no rise."""
-    peak = learning_of(readings(lambda step, _: 1e9 if step in (5, 6) else 2.3 / (1 + step)))
+    peak = judge_learning(readings(lambda step, _: 1e9 if step in (5, 6) else 2.3 / (1 + step)))
     assert (peak.outcome, peak.last, peak.step) == ("spiked", 1e9, 6)
     assert (
-        learning_of(readings(lambda step, _: 1e9 if step == 5 else 2.3 / (1 + step))).outcome
+        judge_learning(readings(lambda step, _: 1e9 if step == 5 else 2.3 / (1 + step))).outcome
         == "fell"
     )
 
@@ -100,7 +104,9 @@ def test_a_thousandfold_rise_is_said_although_the_loss_came_back():
 def test_a_rise_that_an_objective_can_explain_is_no_divergence():
     """A loss whose temperature or weights are scheduled ends higher than it began."""
     assert (
-        learning_of(readings(lambda step, noise: 0.5 + step / 150 + noise.gauss(0, 0.05))).outcome
+        judge_learning(
+            readings(lambda step, noise: 0.5 + step / 150 + noise.gauss(0, 0.05))
+        ).outcome
         == "rose"
     )
 
@@ -108,24 +114,24 @@ def test_a_rise_that_an_objective_can_explain_is_no_divergence():
 def test_optimizers_that_take_turns_are_not_judged_and_those_of_trainings_in_a_row_are():
     """The first is a GAN; of several trainings the newest counts."""
     falling: Curve = lambda step, _: 2.3 / (1 + step)  # noqa: E731
-    assert learning_of_process(readings(falling, optimizers=2)).outcome == "unclear"
+    assert judge_learning_of_process(readings(falling, optimizers=2)).outcome == "unclear"
     flat = [LossReading(step, 0.7, optimizer=2) for step in range(301, 400)]
-    assert learning_of_process([*readings(falling), *flat]).outcome == "flat"
-    assert learning_of_process([*flat, *readings(falling)]).outcome == "fell"
+    assert judge_learning_of_process([*readings(falling), *flat]).outcome == "flat"
+    assert judge_learning_of_process([*flat, *readings(falling)]).outcome == "fell"
 
 
 def test_a_curve_whose_beginning_is_not_recorded_is_not_called_flat():
     """A script that goes on from a checkpoint of its own has learned before."""
     later = [reading._replace(step=reading.step + 5000) for reading in readings(lambda *_: 0.7)]
-    assert learning_of_process(later).outcome == "unclear"
+    assert judge_learning_of_process(later).outcome == "unclear"
 
 
 def test_of_ranks_the_surest_counts_and_reward_is_never_judged():
     """One rank with few samples does not hide the fall that the others saw."""
     falling = readings(lambda step, _: 2.3 / (1 + step))
-    assert learning_of_run([readings(lambda *_: 1.0, 3), falling]).outcome == "fell"
-    assert learning_of_run([falling], by_reward=True).outcome == "unclear"
-    assert learning_of_run([]).outcome == "unclear"
+    assert judge_learning_of_run([readings(lambda *_: 1.0, 3), falling]).outcome == "fell"
+    assert judge_learning_of_run([falling], by_reward=True).outcome == "unclear"
+    assert judge_learning_of_run([]).outcome == "unclear"
 
 
 def record(folder: Path, steps: int, *, wait_seconds: float) -> None:
@@ -154,6 +160,6 @@ def test_a_run_that_is_longer_than_its_ring_is_judged_from_its_beginning(tmp_pat
     The loss fell long ago, and is flat in the ring.
     """
     record(tmp_path, 70_000, wait_seconds=0.0)
-    kept = losses_of_process(tmp_path)
+    kept = read_process_losses(tmp_path)
     assert kept[0].step == 1
-    assert learning_of_process(kept).outcome == "fell"
+    assert judge_learning_of_process(kept).outcome == "fell"

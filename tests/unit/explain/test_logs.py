@@ -22,8 +22,8 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.explain.collecting import collect_log, collect_stream
 from holdfast.explain.evidence import Statement
 from holdfast.explain.judging import judge
-from holdfast.explain.logs.keeping import keep_lines
-from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.logs.excerpt import read_excerpt
+from holdfast.explain.logs.log_text import LogText, read_log
 from holdfast.explain.verdict import Verdict
 
 PLAIN = """step 1 loss 0.5
@@ -174,7 +174,7 @@ def test_a_large_log_is_read_in_bounded_memory():
         PLAIN.partition("\n")[2].encode() if index == middle else block for index in range(count)
     )
     tracemalloc.start()
-    kept = keep_lines(Endless(blocks))
+    kept = read_excerpt(Endless(blocks))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 20 << 20
@@ -195,7 +195,7 @@ def test_a_repeated_error_stays_limited_after_thousands_of_other_errors():
     ]
     blocks = [filler] * 100 + [repeated * 30, b"".join(others), repeated * 5000] + [filler] * 100
 
-    kept = keep_lines(Endless(blocks))
+    kept = read_excerpt(Endless(blocks))
 
     # 40 hits, and the 12 lines after the last one.
     assert sum(line.data == repeated.rstrip() for line in kept.lines) <= 52
@@ -212,7 +212,7 @@ def test_long_lines_of_digits_are_read_in_linear_time():
 def test_one_endless_line_is_cut():
     """A line of 50 MB without an end is kept by its beginning and its end."""
     blocks = [b"begin ", *[b"x" * (1 << 20)] * 50, b" Traceback"]
-    (line,) = keep_lines(Endless(blocks)).lines
+    (line,) = read_excerpt(Endless(blocks)).lines
     assert line.data.startswith(b"begin ")
     assert line.data.endswith(b" Traceback")
     assert len(line.data) < 1 << 17
@@ -256,7 +256,7 @@ def test_a_flood_of_errors_is_bounded():
     found = read(flood.encode() + chain).statements
     assert len(found) < 4_000
     assert found[0].text == "0"
-    assert [(each.exception, each.cause) for each in found[-2:]] == [
+    assert [(each.exception, each.led_to_another) for each in found[-2:]] == [
         ("KeyError", True),
         ("RuntimeError", False),
     ]

@@ -22,8 +22,8 @@ from holdfast.explain.collecting import collect
 from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.rules import all_rules
-from holdfast.explain.runs.divergence import find_lost
-from holdfast.explain.runs.guard_records import already_tried
+from holdfast.explain.runs.divergence import find_divergence
+from holdfast.explain.runs.guard_records import describe_remedies
 from holdfast.explain.signatures import UNJUDGED, WELL
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
@@ -232,7 +232,7 @@ def test_an_exception_that_was_never_printed_is_known_from_the_recording(run):
     )
     run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
     found = collect(run.path).statements
-    assert [(each.exception, each.cause) for each in found] == [
+    assert [(each.exception, each.led_to_another) for each in found] == [
         ("ValueError", True),
         ("RuntimeError", True),
         ("Wrapped", False),
@@ -445,7 +445,7 @@ def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_fini
     """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not
     lost.
     """
-    lost = find_lost(list(enumerate(losses, start=1)))
+    lost = find_divergence(list(enumerate(losses, start=1)))
     assert (None if lost is None else lost.since) == since
 
 
@@ -548,7 +548,7 @@ def test_what_a_guard_did_is_said_with_the_newest_reason():
         event("loader_healed", cause="worker 1 was killed by SIGKILL"),
         event("retry", reason=None),
     ]
-    retried, skipped, healed, quarantined = already_tried(events)
+    retried, skipped, healed, quarantined = describe_remedies(events)
     assert "memory" in retried
     assert ":" not in retried
     assert "2 times" in skipped

@@ -23,14 +23,14 @@ from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.hangs.blame import KINDS as HANG_KINDS
 from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
-from holdfast.explain.logs.keeping import is_relevant
-from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.excerpt import has_error_word
+from holdfast.explain.logs.quick_pattern import QuickPattern
 from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signatures import (
     UNJUDGED,
     WELL,
     all_signatures,
-    endings,
+    ids,
     kinds_of_unknown,
     leaks,
 )
@@ -111,7 +111,7 @@ def test_an_unknown_field_names_its_entry(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_code_chooses_by_id_is_there() -> None:
     """Every id that an ending, a hang or a leak is given has its entry, of the right class."""
     chosen = {
-        value for name, value in vars(endings).items() if name.isupper() and isinstance(value, str)
+        value for name, value in vars(ids).items() if name.isupper() and isinstance(value, str)
     }
     assert chosen <= set(CATALOGUE)
     assert {CATALOGUE[SIGNATURES_OF[kind]].family for kind in HANG_KINDS} == {"hang"}
@@ -129,7 +129,7 @@ def test_every_example_is_judged_to_its_own_signature(signature: Signature, text
     facts = collect_stream(io.BytesIO(text.encode()), name="a.log", status=1)
     assert judge(facts).cause == signature.id
     # A line is kept in the middle of a log of any size for its words.
-    assert any(is_relevant(line) for line in text.splitlines())
+    assert any(has_error_word(line) for line in text.splitlines())
 
 
 @pytest.mark.parametrize("signature", BY_PATTERN, ids=lambda signature: signature.id)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.progress import ProcessPhase
-from holdfast.supervise.watch.limits import FLOORS, HangLimits, LearnedLimits, name_of
+from holdfast.supervise.watch.limits import FLOORS, HangLimits, LearnedLimits, phase_name
 
 
 def test_settings_are_read_as_people_write_them() -> None:
@@ -33,7 +33,7 @@ def test_settings_are_read_as_people_write_them() -> None:
 def test_every_phase_can_be_set_by_its_name() -> None:
     """The name that events show is the name that the command line takes."""
     for phase in ProcessPhase:
-        assert HangLimits.parse([f"{name_of(phase)}=7"]).floor(phase) == 7
+        assert HangLimits.parse([f"{phase_name(phase)}=7"]).floor(phase) == 7
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.evidence import ThreadLook
-from holdfast.supervise.watch.resources import _Stacks
+from holdfast.explain.hangs.process_samples import ThreadSample
+from holdfast.supervise.watch.loop_stacks import LoopStacks
 
 SCRIPT = ("/home/me/train.py", 34, "train")
 OWN_FUNCTION = ("/home/me/train.py", 12, "loss_fn")
@@ -30,8 +30,8 @@ def test_code_of_holdfast_is_not_blamed_on_the_script(
 ) -> None:
     """A save between two batches does not count, but a function that a guard calls does."""
     frames = tuple(Frame(file=file, line=line, function=name) for file, line, name in stack)
-    stacks = _Stacks(pid=1)
+    stacks = LoopStacks(pid=1)
 
-    stacks.add(ThreadLook(main=True, frames=frames, holds_gil=True))
+    stacks.add(ThreadSample(is_main=True, frames=frames, holds_gil=True))
 
     assert stacks.in_python == is_of_the_script

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.explain.hangs.evidence import Examined
+from holdfast.explain.hangs.process_samples import ExaminedProcess
 from holdfast.supervise.watch import py_spy
 from holdfast.supervise.watch.faulthandler_dumps import read_faulthandler
 from holdfast.supervise.watch.process_evidence import read_kernel_view
@@ -50,20 +50,23 @@ def start() -> Iterator[Start]:
         child.stdout.close()
 
 
-def take(run: Path, *subjects: Subject, py_spy: str | None = None) -> tuple[Examined, ...]:
+def take(run: Path, *subjects: Subject, py_spy: str | None = None) -> tuple[ExaminedProcess, ...]:
     return StackSampler(run, pause=lambda _: None, py_spy=py_spy).take(subjects).processes
 
 
 def subject(pid: int, folder: Path | None = None) -> Subject:
-    return Subject(about=Examined(pid=pid), folder=folder, runs_python=True)
+    return Subject(process=ExaminedProcess(pid=pid), folder=folder, runs_python=True)
 
 
 def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path: Path) -> None:
     """The handler of faulthandler answers, and the process goes on as it was."""
     child = start(HANDLER.format(file=str(tmp_path / "stacks.txt")) + STUCK)
     (found,) = take(tmp_path, subject(child.pid, tmp_path), py_spy="")
-    assert found.last.source == "faulthandler"
-    assert (found.last.main.frames[-1].function, found.last.main.waits) == ("stuck", "sleep")
+    assert found.newest.source == "faulthandler"
+    assert (found.newest.main_thread.frames[-1].function, found.newest.main_thread.waits) == (
+        "stuck",
+        "sleep",
+    )
     assert child.poll() is None
 
 
@@ -81,7 +84,7 @@ def test_a_process_that_does_not_answer_is_not_killed_by_a_question(
     child = start(handler + STUCK)
     (tmp_path / "stacks.txt").touch()
     (found,) = take(tmp_path, subject(child.pid, None if handler else tmp_path), py_spy="")
-    assert (found.last.source, found.last.main.waits) == ("/proc", "sleep")
+    assert (found.newest.source, found.newest.main_thread.waits) == ("/proc", "sleep")
     assert child.poll() is None
 
 
@@ -95,7 +98,7 @@ def test_a_stopped_process_is_looked_at_without_being_waited_for(
     while read_kernel_view(child.pid).state != "T":
         time.sleep(0.005)
     (found,) = take(tmp_path, subject(child.pid, tmp_path))
-    assert (found.last.state, found.last.main.frames[-1].function) == ("T", "stuck")
+    assert (found.newest.state, found.newest.main_thread.frames[-1].function) == ("T", "stuck")
 
 
 def test_a_process_that_has_ended_is_left_out(start: Start, tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_a_py_spy_that_hangs_or_says_nonsense_is_given_up(
     broken.chmod(0o755)
     child = start(HANDLER.format(file=str(tmp_path / "stacks.txt")) + STUCK)
     (found,) = take(tmp_path, subject(child.pid, tmp_path), py_spy=str(broken))
-    assert found.last.source == "faulthandler"
+    assert found.newest.source == "faulthandler"
 
 
 LIBC, PYTHON, SPIN = (
@@ -197,10 +200,10 @@ def test_faulthandler_s_text_is_read_with_names_and_without() -> None:
         "  ...\n"
     )
     other, main = read_faulthandler(text)
-    assert (other.name, other.main, [frame.line for frame in other.frames]) == (
+    assert (other.name, other.is_main, [frame.line for frame in other.frames]) == (
         "loader",
         False,
         [30, 3],
     )
-    assert (main.main, main.frames[0].function) == (True, "<module>")
+    assert (main.is_main, main.frames[0].function) == (True, "<module>")
     assert read_faulthandler("") == read_faulthandler("\0\xff junk\n") == ()

@@ -2,8 +2,9 @@
 
 In reading order:
 
-- ``candidate`` and ``weighing`` find possible causes in statements and decide how
-  certain each cause is. ``own_errors``, ``shadowing`` and ``error_lines`` handle special cases.
+- ``candidate`` and ``candidate_search`` find possible causes in statements and decide how certain
+  each cause is. ``holdfast_errors``, ``shadowing``, ``error_lines`` and ``earlier_tracebacks``
+  handle special cases.
 - ``exit_signs`` and ``ends`` decide whether the attempt ended well. If it did not, they name the
   cause that its exit statuses, signals and counters suggest.
 - ``case`` combines these results, and ``choosing`` picks one of the causes.

@@ -1,6 +1,6 @@
 """`CandidateCause`: a possible cause of a failure, found in a statement, and its certainty.
 
-`weighing` finds the candidates, and `choosing` picks one of them.
+`candidate_search` finds the candidates, and `choosing` picks one of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from holdfast.explain.certainty import Certainty, lowered
 from holdfast.explain.evidence import Statement
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.signatures.signature import Family, Signature
 
 
@@ -46,7 +46,7 @@ GENERIC_RANK = 90
 TYPE_RANK = 97
 # Signatures that only quote an exception or a log line that matches no other signature. They
 # suggest no fix, because a fix derived only from the class is wrong as often as it is right.
-FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
+FALLBACKS = frozenset({ids.UNCAUGHT, ids.ERROR_LINE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class CandidateCause:
     # Whether an earlier exception in the chain, which may be the cause, matches no signature.
     follows_unknown: bool = False
     # Other signatures that match statements in the chain, with the best match first.
-    also: tuple[Signature, ...] = ()
+    other_signatures: tuple[Signature, ...] = ()
 
     @property
     def is_generic(self) -> bool:
@@ -81,13 +81,13 @@ class CandidateCause:
 
         Return False if the line is followed by progress.
         """
-        kills = self.signature.family in _DEADLY or self.signature.id == endings.BUS_ERROR
+        kills = self.signature.family in _DEADLY or self.signature.id == ids.BUS_ERROR
         return kills and self.tier == Tier.OTHER_LINE and self.signature.role == "root"
 
     @property
     def quotes_an_exception(self) -> bool:
         """Return whether the cause is the exception itself, because no signature matches it."""
-        return self.signature.id == endings.UNCAUGHT
+        return self.signature.id == ids.UNCAUGHT
 
     @property
     def certainty(self) -> Certainty:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.explain.causes.candidate import CandidateCause
-from holdfast.explain.causes.ends import End, find_end
-from holdfast.explain.causes.weighing import find_candidates, order_candidates
+from holdfast.explain.causes.candidate_search import find_candidates, order_candidates
+from holdfast.explain.causes.ends import AttemptEnd, find_end
 from holdfast.explain.evidence import Evidence
 
 
@@ -24,7 +24,7 @@ class Case:
     """
 
     evidence: Evidence
-    end: End
+    end: AttemptEnd
     candidates: tuple[CandidateCause, ...]
     roots: tuple[CandidateCause, ...]
     cascades: tuple[CandidateCause, ...]

@@ -15,25 +15,23 @@ from typing import TypeAlias
 
 from holdfast.explain.causes.candidate import CandidateCause, Tier
 from holdfast.explain.causes.case import Case
-from holdfast.explain.causes.ends import End
+from holdfast.explain.causes.ends import AttemptEnd
 from holdfast.explain.causes.interruptions import interrupted_state
 from holdfast.explain.causes.memory_phases import outside_training
 from holdfast.explain.causes.memory_requests import read_request
 from holdfast.explain.certainty import Certainty, least_of, lowered
 from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
 from holdfast.explain.observations import count_kernel_kills, log_shows_full_host_memory
-from holdfast.explain.signatures import WELL, all_signatures, endings
+from holdfast.explain.signatures import WELL, all_signatures, ids
 from holdfast.explain.signatures.signature import Family, Signature
 
-_ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
+_ABORTS = frozenset({ids.ABORTED, ids.NATIVE_ABORT})
 # Causes that only state how the process ended, not why.
-_UNEXPLAINED_ENDS = frozenset(
-    {endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED}
-)
+_UNEXPLAINED_ENDS = frozenset({ids.STATUS_ONLY, ids.KILLED, ids.KILLED_UNCOUNTED, ids.TERMINATED})
 # Causes that blame the kernel without evidence from its out-of-memory kill counter.
-_SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
+_SUSPECTED_KERNEL_KILLS = frozenset({ids.WORKER_KILLED, ids.KILLED_UNCOUNTED})
 # Causes for which the kernel or the scheduler says that it killed a process for its memory.
-_LOGGED_KILLS = frozenset({endings.OUT_OF_MEMORY_KILL, endings.MEMORY_LIMIT})
+_LOGGED_KILLS = frozenset({ids.OUT_OF_MEMORY_KILL, ids.MEMORY_LIMIT})
 # Families of failures that may lead to a signal that ends the process.
 _FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
@@ -96,7 +94,7 @@ def choose(case: Case) -> Choice:
         relevant = _drop_aborts_after_a_failure(_drop_launcher_tables(relevant))
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, relevant)
     if choice is None:
-        choice = Choice(signature=all_signatures()[endings.UNKNOWN], certainty="a guess")
+        choice = Choice(signature=all_signatures()[ids.UNKNOWN], certainty="a guess")
     choice = _without_blaming_the_kernel(case, _prefer_traced_leak(case, choice))
     return _name_interrupted_state(case, _compare_memory(choice))
 
@@ -118,7 +116,7 @@ def _drop_launcher_tables(case: Case) -> Case:
 
     Such a table says only that a rank failed, so a statement printed by a rank is more informative.
     """
-    others = tuple(cascade for cascade in case.cascades if cascade.signature.id != endings.LAUNCHER)
+    others = tuple(cascade for cascade in case.cascades if cascade.signature.id != ids.LAUNCHER)
     return replace(case, cascades=others or case.cascades)
 
 
@@ -130,15 +128,14 @@ def _drop_terminations_by_torchrun(case: Case) -> Case:
     failed_first = any(
         (code := _EXIT_CODE_OF_RANK.search(cascade.statement.text)) and code[1] != "-15"
         for cascade in case.cascades
-        if cascade.signature.id == endings.LAUNCHER
+        if cascade.signature.id == ids.LAUNCHER
     )
     if not failed_first:
         return case
     roots = tuple(
         root
         for root in case.roots
-        if root.signature.id != endings.TERMINATED
-        or not _TERMINATED_RANK.search(root.statement.text)
+        if root.signature.id != ids.TERMINATED or not _TERMINATED_RANK.search(root.statement.text)
     )
     return replace(case, roots=roots)
 
@@ -149,15 +146,15 @@ def _drop_aborts_after_a_failure(case: Case) -> Case:
     A failing process often aborts itself. Such an abort says nothing new about the cause.
     """
     timed_out = any(
-        cascade.signature.id == endings.COLLECTIVE_TIMEOUT and not cascade.is_caught
+        cascade.signature.id == ids.COLLECTIVE_TIMEOUT and not cascade.is_caught
         for cascade in case.cascades
     )
     failed = any(root.signature.id not in _ABORTS and not root.is_caught for root in case.roots)
     if not timed_out and not failed:
         return case
     end = case.end
-    if end.cause == endings.ABORTED:
-        end = replace(end, cause=endings.STATUS_ONLY)
+    if end.cause == ids.ABORTED:
+        end = replace(end, cause=ids.STATUS_ONLY)
     roots = tuple(root for root in case.roots if root.signature.id not in _ABORTS)
     return replace(case, end=end, roots=roots)
 
@@ -181,7 +178,7 @@ def ended_well(case: Case) -> Choice | None:
 
 def result_was_not_saved(case: Case) -> Choice | None:
     """If a Guard recorded that it could not save, choose this failure and ignore other errors."""
-    if case.end.cause != endings.NOT_SAVED:
+    if case.end.cause != ids.NOT_SAVED:
         return None
     return how_it_ended(case)
 
@@ -223,7 +220,7 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
     if root is not None and root.tier < Tier.LAST_LINE and not _says_process_was_lost(root):
         return None
     return Choice(
-        signature=all_signatures()[endings.OUT_OF_MEMORY_KILL],
+        signature=all_signatures()[ids.OUT_OF_MEMORY_KILL],
         certainty="likely",
         candidate=root or case.cascade,
     )
@@ -245,7 +242,7 @@ def failed_before_the_time_limit(case: Case) -> Choice | None:
 
     The other processes of the job have then waited for the one that failed.
     """
-    if case.root is None or case.root.signature.id != endings.SCHEDULER:
+    if case.root is None or case.root.signature.id != ids.SCHEDULER:
         return None
     for root in case.roots:
         is_earlier = root.statement.position < case.root.statement.position
@@ -263,16 +260,18 @@ def killed_with_full_host_memory(case: Case) -> Choice | None:
     that one of them was killed before.
     """
     root = case.root
-    if root is not None and root.signature.id != endings.KILLED_UNCOUNTED:
+    if root is not None and root.signature.id != ids.KILLED_UNCOUNTED:
         return None
-    was_killed = root is not None or case.end.cause == endings.KILLED
-    launcher = next((each for each in case.cascades if each.signature.id == endings.LAUNCHER), None)
+    was_killed = root is not None or case.end.cause == ids.KILLED
+    launcher = next(
+        (cascade for cascade in case.cascades if cascade.signature.id == ids.LAUNCHER), None
+    )
     if not was_killed and launcher is None:
         return None
     if not log_shows_full_host_memory(case.evidence):
         return None
     return Choice(
-        signature=all_signatures()[endings.KILLED_UNCOUNTED],
+        signature=all_signatures()[ids.KILLED_UNCOUNTED],
         certainty="likely",
         candidate=root or launcher,
     )
@@ -303,7 +302,7 @@ def consequence_in_a_statement(case: Case) -> Choice | None:
     cascade = case.cascade
     if cascade is None or cascade.is_caught:
         return None
-    if case.end.cause not in (None, endings.STATUS_ONLY):
+    if case.end.cause not in (None, ids.STATUS_ONLY):
         return None
     return Choice(signature=cascade.signature, certainty=cascade.certainty, candidate=cascade)
 
@@ -314,13 +313,13 @@ def signal_that_ended_it(case: Case) -> Choice | None:
     A person or a scheduler usually kills the whole command. If a statement says that only one
     process of the command was killed, it is more likely that the kernel sent the signal.
     """
-    if case.end.cause in (None, endings.STATUS_ONLY):
+    if case.end.cause in (None, ids.STATUS_ONLY):
         return None
-    if case.end.cause == endings.KILLED:
+    if case.end.cause == ids.KILLED:
         for candidate in (*case.roots, *case.cascades):
             if _says_process_was_killed(candidate):
                 return Choice(
-                    signature=all_signatures()[endings.KILLED_UNCOUNTED],
+                    signature=all_signatures()[ids.KILLED_UNCOUNTED],
                     certainty=candidate.certainty,
                     candidate=candidate,
                 )
@@ -346,14 +345,14 @@ def how_it_ended(case: Case) -> Choice | None:
     return Choice(signature=signature, certainty=case.end.certainty)
 
 
-def training_was_lost(case: Case) -> Choice | None:
+def training_diverged(case: Case) -> Choice | None:
     """If nothing failed in a log without an exit status, choose a loss that diverged."""
-    lost = case.evidence.lost
-    if lost is None or not lost.exploded:
+    divergence = case.evidence.divergence
+    if divergence is None or not divergence.exploded:
         return None
-    cause = endings.TRAINING_LOST
-    if lost.always and lost.what == "loss":
-        cause = endings.LOSS_NOT_FINITE
+    cause = ids.TRAINING_DIVERGED
+    if divergence.always and divergence.quantity == "loss":
+        cause = ids.LOSS_NOT_FINITE
     signature = all_signatures()[cause]
     return Choice(signature=signature, certainty=least_of(["likely", signature.certainty]))
 
@@ -374,7 +373,7 @@ RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     signal_that_ended_it,
     weak_statement,
     how_it_ended,
-    training_was_lost,
+    training_diverged,
 )
 
 
@@ -405,7 +404,7 @@ def _says_process_was_lost(root: CandidateCause) -> bool:
 def _says_process_was_killed(candidate: CandidateCause) -> bool:
     """Return whether a candidate reports that one process of the command was killed."""
     return (
-        candidate.signature.id == endings.KILLED_UNCOUNTED
+        candidate.signature.id == ids.KILLED_UNCOUNTED
         or "signal SIGKILL" in candidate.statement.text
     )
 
@@ -426,7 +425,7 @@ def _detailed_root(root: CandidateCause, roots: Iterable[CandidateCause]) -> Can
     return None
 
 
-def _explains_end(root: CandidateCause, end: End) -> bool:
+def _explains_end(root: CandidateCause, end: AttemptEnd) -> bool:
     """Return whether a root explains the end better than the exit status alone does."""
     if root.is_caught or _follows_from_a_kill(root, end):
         return False
@@ -447,7 +446,7 @@ def _explains_end(root: CandidateCause, end: End) -> bool:
     return root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
 
 
-def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
+def _follows_from_a_kill(root: CandidateCause, end: AttemptEnd) -> bool:
     """Return whether a root is a failure of another rank that followed the kill of one rank."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
@@ -456,7 +455,7 @@ def _follows_from_a_kill(root: CandidateCause, end: End) -> bool:
 
 
 def _may_have_another_cause(
-    root: CandidateCause, end: End, rivals: Iterable[CandidateCause]
+    root: CandidateCause, end: AttemptEnd, rivals: Iterable[CandidateCause]
 ) -> bool:
     """Return whether a signal from another process or a rival could also have ended the run."""
     explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
@@ -470,7 +469,7 @@ def _hung_before_its_end(root: CandidateCause, case: Case) -> bool:
 
     This is the case if a rank had reported before that another rank did not respond.
     """
-    if root.signature.id != endings.SCHEDULER:
+    if root.signature.id != ids.SCHEDULER:
         return False
     return any(
         cascade.signature.family == "distributed"
@@ -523,7 +522,7 @@ def _without_blaming_the_kernel(case: Case, choice: Choice) -> Choice:
     """
     is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
-        return replace(choice, signature=all_signatures()[endings.KILLED])
+        return replace(choice, signature=all_signatures()[ids.KILLED])
     return choice
 
 
@@ -533,13 +532,13 @@ def _compare_memory(choice: Choice) -> Choice:
     Either a single request exceeds the whole GPU, other processes hold most of it, or the stack
     shows that no training step was running.
     """
-    if choice.signature.id != endings.GPU_MEMORY_FULL or choice.candidate is None:
+    if choice.signature.id != ids.GPU_MEMORY_FULL or choice.candidate is None:
         return choice
     request = read_request(choice.candidate.statement.text)
     if request is not None and request.exceeds_the_device:
-        signature = all_signatures()[endings.REQUEST_EXCEEDS_GPU]
+        signature = all_signatures()[ids.REQUEST_EXCEEDS_GPU]
     elif request is not None and request.is_held_by_others:
-        signature = all_signatures()[endings.GPU_HELD_BY_OTHERS]
+        signature = all_signatures()[ids.GPU_HELD_BY_OTHERS]
     else:
         signature = outside_training(choice.signature, choice.candidate.statement.frames)
     certainty = least_of([choice.certainty, signature.certainty])
@@ -551,7 +550,7 @@ def _name_interrupted_state(case: Case, choice: Choice) -> Choice:
 
     That somebody pressed Ctrl-C is certain, but it only ended the run.
     """
-    if choice.signature.id != endings.INTERRUPTED:
+    if choice.signature.id != ids.INTERRUPTED:
         return choice
     from_statement = choice.candidate is not None
     signature = interrupted_state(case.evidence, case.candidates, from_statement=from_statement)

@@ -14,11 +14,11 @@ from holdfast.explain import observations
 from holdfast.explain.causes.candidate import CandidateCause
 from holdfast.explain.causes.case import Case
 from holdfast.explain.exhibits import first_line
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 
 # A script may skip a few samples and print an error line for each of them. If a run made no step,
 # up to this many error lines are no reason for doubt.
-_LINES_OF_SKIPPED_SAMPLES = 2
+_MAX_LINES_OF_SKIPPED_SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
 
 def find_doubt(case: Case) -> Doubt | None:
     """Return the first reason to doubt that the run ended well, or None if there is none."""
-    if case.evidence.lost is not None or case.end.status != 0:
+    if case.evidence.divergence is not None or case.end.status != 0:
         return None
     for rule in RULES:
         doubt = rule(case)
@@ -80,11 +80,11 @@ def made_no_step(case: Case) -> Doubt | None:
     errors = [
         candidate
         for candidate in _candidates(case)
-        if candidate.signature.family != "loader" and candidate.signature.id != endings.ERROR_LINE
+        if candidate.signature.family != "loader" and candidate.signature.id != ids.ERROR_LINE
     ]
     exceptions = [error for error in errors if error.statement.kind == "exception"]
     lines = [error for error in errors if not error.statement.logged]
-    decisive = exceptions or lines[_LINES_OF_SKIPPED_SAMPLES:]
+    decisive = exceptions or lines[_MAX_LINES_OF_SKIPPED_SAMPLES:]
     if not decisive:
         return None
     return Doubt(words="but no step was made", candidate=decisive[0])
@@ -100,7 +100,7 @@ def was_not_observed(case: Case) -> Doubt | None:
 def log_does_not_show_training(case: Case) -> Doubt | None:
     """Return a doubt if a bare log contains no losses and no message that training is done."""
     evidence = case.evidence
-    if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
+    if evidence.observed is not None or evidence.output_says_done or evidence.printed_loss_count:
         return None
     return Doubt(words="and its output does not show whether it trained")
 

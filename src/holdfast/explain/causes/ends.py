@@ -2,8 +2,8 @@
 
 `choosing` uses the suggested cause if no statement offers a better explanation. This module judges
 exit statuses, signals, kernel counters, hangs, and the events that a Guard records while it closes;
-`weighing` judges statements. There are three tables of rules: for an attempt without an exit
-status, for status 0, and for a failure. In each table, the first rule that applies wins.
+`candidate_search` judges statements. There are three tables of rules: for an attempt without an
+exit status, for status 0, and for a failure. In each table, the first rule that applies wins.
 
 The certainties are estimates: the fewer other explanations a sign has, the higher the certainty.
 They were not measured, because the cause can be inferred from the end alone in only a few of the
@@ -30,18 +30,18 @@ from holdfast.explain.exit_status import (
     signal_name,
     status_text,
 )
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
 
 _CAUSE_BY_SIGNAL: dict[int, str] = {
-    signal.SIGKILL: endings.KILLED,
-    signal.SIGTERM: endings.TERMINATED,
-    signal.SIGINT: endings.INTERRUPTED,
-    signal.SIGHUP: endings.HUNG_UP,
-    signal.SIGSEGV: endings.SEGMENTATION_FAULT,
-    signal.SIGABRT: endings.ABORTED,
-    signal.SIGBUS: endings.BUS_ERROR,
+    signal.SIGKILL: ids.KILLED,
+    signal.SIGTERM: ids.TERMINATED,
+    signal.SIGINT: ids.INTERRUPTED,
+    signal.SIGHUP: ids.HUNG_UP,
+    signal.SIGSEGV: ids.SEGMENTATION_FAULT,
+    signal.SIGABRT: ids.ABORTED,
+    signal.SIGBUS: ids.BUS_ERROR,
 }
 # Signals that schedulers send to warn or end a job.
 _SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
@@ -66,7 +66,7 @@ _SENTINEL_DELAY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class AttemptEnd:
     """How an attempt ended, and the cause that this end suggests."""
 
     # The id of the signature that the end suggests as the cause, or None.
@@ -98,10 +98,10 @@ class End:
         return -self.status
 
 
-_EndRule: TypeAlias = Callable[[ExitSigns], End | None]
+_EndRule: TypeAlias = Callable[[ExitSigns], AttemptEnd | None]
 
 
-def find_end(evidence: Evidence) -> End:
+def find_end(evidence: Evidence) -> AttemptEnd:
     """Return how an attempt ended and the cause that this end suggests."""
     signs = collect_signs(evidence)
     if signs.status is None:
@@ -111,40 +111,40 @@ def find_end(evidence: Evidence) -> End:
     else:
         end = _first_end(_RULES_AFTER_FAILURE, signs)
         end = replace(end, status=signs.status, hang=signs.hang, first_rank=signs.first_rank)
-    if end.cause == endings.ENDED_WELL:
+    if end.cause == ids.ENDED_WELL:
         end = _unless_result_is_lost(end, evidence)
     exhibits = exhibits_of_end(evidence, signs.command, signs.first_failure)
     return replace(end, exhibits=(*end.exhibits, *exhibits))
 
 
-def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> End:
-    """Return the result of the first rule that applies, or an empty `End` if no rule applies."""
+def _first_end(rules: Iterable[_EndRule], signs: ExitSigns) -> AttemptEnd:
+    """Return the result of the first rule that applies, or an empty `AttemptEnd` if none does."""
     for rule in rules:
         end = rule(signs)
         if end is not None:
             return end
-    return End()
+    return AttemptEnd()
 
 
 # --- Without an exit status -----------------------------------------------------------------------
 
 
-def _still_running(signs: ExitSigns) -> End | None:
-    """Return an `End` if a process of the run is still running."""
+def _still_running(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a process of the run is still running."""
     pids = signs.evidence.living_pids
     if not pids:
         return None
     alive = ", ".join(f"process {pid}" for pid in pids)
-    return End(
-        cause=endings.STILL_RUNNING,
+    return AttemptEnd(
+        cause=ids.STILL_RUNNING,
         certainty="certain",
         why="it is still running",
         exhibits=(Exhibit(text=f"alive: {alive}", source="/proc"),),
     )
 
 
-def _supervisor_was_killed(signs: ExitSigns) -> End | None:
-    """Return an `End` if the sentinel noticed that the supervisor had been killed."""
+def _supervisor_was_killed(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the sentinel noticed that the supervisor had been killed."""
     loss = signs.evidence.supervisor_loss
     if loss is None:
         return None
@@ -152,8 +152,8 @@ def _supervisor_was_killed(signs: ExitSigns) -> End | None:
     requested_at = None
     if loss.unix_seconds is not None:
         requested_at = loss.unix_seconds - _SENTINEL_DELAY_SECONDS
-    return End(
-        cause=endings.SUPERVISOR_LOST,
+    return AttemptEnd(
+        cause=ids.SUPERVISOR_LOST,
         certainty="certain",
         why="the supervisor was killed",
         stop_requested_at=requested_at,
@@ -161,8 +161,8 @@ def _supervisor_was_killed(signs: ExitSigns) -> End | None:
     )
 
 
-def _guard_left_its_loop(signs: ExitSigns) -> End | None:
-    """Return an `End` without a cause if a Guard closed because the script left its loop early."""
+def _guard_left_its_loop(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` without a cause if a Guard closed because its loop was left early."""
     closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
         return None
@@ -170,27 +170,27 @@ def _guard_left_its_loop(signs: ExitSigns) -> End | None:
         "the script left the loop over batches early, by `break` or because of an error outside the"
         " Guard"
     )
-    return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
+    return AttemptEnd(why=why, exhibits=(Exhibit(text=why, source="guard"),))
 
 
-def _guard_closed(signs: ExitSigns) -> End | None:
-    """Return an `End` if a Guard closed after it finished or was asked to stop."""
+def _guard_closed(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a Guard closed after it finished or was asked to stop."""
     closing = signs.evidence.guard_closing
     if closing is None:
         return None
-    cause = endings.ENDED_WELL
+    cause = ids.ENDED_WELL
     why = "a Guard finished and closed"
     if closing.how == "stopped":
         why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
         # A stop that the script itself requests is a normal end.
         if not closing.reason or observations.source_of_reason(closing.reason):
-            cause = endings.STOPPED
+            cause = ids.STOPPED
     exhibit = Exhibit(text="the newest events show that a Guard closed", source="guard")
-    return End(cause=cause, certainty="likely", why=why, exhibits=(exhibit,))
+    return AttemptEnd(cause=cause, certainty="likely", why=why, exhibits=(exhibit,))
 
 
-def _signal_before_the_end(signs: ExitSigns) -> End | None:
-    """Return an `End` if a signal asked a Guard to stop, and nothing was recorded after that.
+def _signal_before_the_end(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a signal asked a Guard to stop, and nothing was recorded after it.
 
     A second signal, such as another Ctrl-C, has then ended the process at once.
     """
@@ -201,8 +201,8 @@ def _signal_before_the_end(signs: ExitSigns) -> End | None:
     if not is_signal_name(name):
         # The recording is damaged.
         return None
-    return End(
-        cause=_CAUSE_BY_SIGNAL.get(signal.Signals[name], endings.TERMINATED),
+    return AttemptEnd(
+        cause=_CAUSE_BY_SIGNAL.get(signal.Signals[name], ids.TERMINATED),
         certainty="likely",
         why=f"{name} asked its Guard to stop, and the process ended before the Guard could do so",
         stop_requested_at=event.unix_seconds,
@@ -212,13 +212,13 @@ def _signal_before_the_end(signs: ExitSigns) -> End | None:
     )
 
 
-def _output_says_done(signs: ExitSigns) -> End | None:
-    """Return an `End` if the last lines of the output say that training is done."""
+def _output_says_done(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the last lines of the output say that training is done."""
     if not signs.evidence.output_says_done:
         return None
     words = "its last lines say that training is done"
-    return End(
-        cause=endings.ENDED_WELL,
+    return AttemptEnd(
+        cause=ids.ENDED_WELL,
         certainty="likely",
         why=words,
         exhibits=(Exhibit(text=words, source=signs.evidence.source),),
@@ -238,8 +238,8 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
 # --- After status 0 -------------------------------------------------------------------------------
 
 
-def _stopped_by_guard(signs: ExitSigns) -> End | None:
-    """Return an `End` if a Guard stopped on request and the script then ended with status 0."""
+def _stopped_by_guard(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a Guard stopped on request and the status is 0."""
     request = observations.stop_request(signs.evidence.events)
     if request is None:
         return None
@@ -248,37 +248,37 @@ def _stopped_by_guard(signs: ExitSigns) -> End | None:
     if user_sent_a_signal or observations.source_of_stop(request) is not None:
         return end
     # A stop that the script itself requests is a normal end.
-    return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)
+    return replace(end, cause=ids.ENDED_WELL, stop_requested_at=None)
 
 
-def _stopped_by_user_with_status_0(signs: ExitSigns) -> End | None:
-    """Return an `End` if the user sent a signal and the command then ended with status 0."""
+def _stopped_by_user_with_status_0(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the user sent a signal and the command then ended with status 0."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
-    return End(
-        cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
+    return AttemptEnd(
+        cause=_CAUSE_BY_SIGNAL.get(number, ids.TERMINATED),
         certainty="likely",
         why=f"it ended with status 0 after the user sent {signal_name(number)}",
         well=True,
     )
 
 
-def _hidden_failure(signs: ExitSigns) -> End | None:
-    """Return an `End` if a training process died, but its shell or parent ended with status 0.
+def _hidden_failure(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a training process died, but its shell or parent had status 0.
 
-    The returned `End` is empty, so that the cause is chosen from the statements.
+    The returned `AttemptEnd` is empty, so that the cause is chosen from the statements.
     """
     for statement in signs.evidence.statements:
         if statement.fatal and statement.pid is not None:
-            return End()
+            return AttemptEnd()
     return None
 
 
-def _ended_well(_: ExitSigns) -> End | None:
+def _ended_well(_: ExitSigns) -> AttemptEnd | None:
     """Return "ended well", because nothing contradicts the exit status."""
-    return End(
-        cause=endings.ENDED_WELL, certainty="certain", why="it ended with status 0", well=True
+    return AttemptEnd(
+        cause=ids.ENDED_WELL, certainty="certain", why="it ended with status 0", well=True
     )
 
 
@@ -290,38 +290,38 @@ _RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
 )
 
 
-def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
+def _unless_result_is_lost(end: AttemptEnd, evidence: Evidence) -> AttemptEnd:
     """Return a failure in place of a good end if the result was not saved or training diverged."""
     if observations.unsaved_steps(evidence) is not None:
-        return replace(end, cause=endings.NOT_SAVED)
-    lost = evidence.lost
-    if lost is None or not lost.exploded:
+        return replace(end, cause=ids.NOT_SAVED)
+    divergence = evidence.divergence
+    if divergence is None or not divergence.exploded:
         return end
     # Losses in recorded steps are more reliable than printed ones.
-    limit: Certainty = "likely" if lost.log else "certain"
+    limit: Certainty = "likely" if divergence.log else "certain"
     return replace(
         end,
-        cause=endings.TRAINING_LOST,
+        cause=ids.TRAINING_DIVERGED,
         certainty=least_of([end.certainty, limit]),
-        why=f"{end.why}, but {lost.sentence()}",
+        why=f"{end.why}, but {divergence.clause()}",
     )
 
 
 # --- After a failure ------------------------------------------------------------------------------
 
 
-def _hung(signs: ExitSigns) -> End | None:
-    """Return an `End` if the supervisor ended the attempt because there was no progress."""
+def _hung(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the supervisor ended the attempt because there was no progress."""
     hang = signs.hang
     if hang is None:
         return None
     cause = hang.data.get("signature")
     if not isinstance(cause, str) or cause not in all_signatures():
-        cause = endings.STUCK
+        cause = ids.STUCK
     why = hang.data.get("sentence")
     if not isinstance(why, str):
         why = f"no progress in phase {hang.data.get('phase')}"
-    return End(
+    return AttemptEnd(
         cause=cause,
         certainty=_certainty_of_hang(hang),
         why=why,
@@ -339,15 +339,15 @@ def _certainty_of_hang(hang: Event) -> Certainty:
     return "a guess"
 
 
-def _ended_by_another_host(signs: ExitSigns) -> End | None:
-    """Return an `End` if another host ended first and the supervisor received no signal."""
+def _ended_by_another_host(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if another host ended first and the supervisor received no signal."""
     events = signs.evidence.events
     if any(event.kind == "signal" for event in events):
         return None
     for event in events:
         if event.kind == "ended_elsewhere":
-            return End(
-                cause=endings.ELSEWHERE,
+            return AttemptEnd(
+                cause=ids.ELSEWHERE,
                 certainty="likely",
                 why=f"another host ended the attempt ({event.data.get('why')})",
                 stop_requested_at=event.unix_seconds,
@@ -355,8 +355,8 @@ def _ended_by_another_host(signs: ExitSigns) -> End | None:
     return None
 
 
-def _stopped_on_request(signs: ExitSigns) -> End | None:
-    """Return an `End` if a Guard stopped on request and nothing failed after the request.
+def _stopped_on_request(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a Guard stopped on request and nothing failed after the request.
 
     A nonzero exit code of the script or its launcher does not count as a failure here.
     """
@@ -369,20 +369,20 @@ def _stopped_on_request(signs: ExitSigns) -> End | None:
     return _end_of_stop(request, status=signs.status or 0)
 
 
-def _could_not_save(signs: ExitSigns) -> End | None:
-    """Return an `End` if the exit code says that a Guard could not save the training state."""
+def _could_not_save(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the exit code says that a Guard could not save its state."""
     if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
-    return End(
-        cause=endings.NOT_SAVED,
+    return AttemptEnd(
+        cause=ids.NOT_SAVED,
         certainty="certain",
         why=f"it ended with status {signs.status} because its Guard could not save",
         stop_requested_at=signs.stop_requested_at,
     )
 
 
-def _stopped_by_user(signs: ExitSigns) -> End | None:
-    """Return an `End` if the user sent a signal.
+def _stopped_by_user(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the user sent a signal.
 
     The signal is the cause, whatever the exit status is.
     """
@@ -393,16 +393,16 @@ def _stopped_by_user(signs: ExitSigns) -> End | None:
     how = f"ended with {status_text(status)}"
     if status == -number:
         how = "was terminated by this signal"
-    return End(
-        cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
+    return AttemptEnd(
+        cause=_CAUSE_BY_SIGNAL.get(number, ids.TERMINATED),
         certainty="certain",
         why=f"the user sent {signal_name(number)}, and the command {how}",
         stop_requested_at=signs.stop_requested_at,
     )
 
 
-def _exit_code(signs: ExitSigns) -> End | None:
-    """Return an `End` if the command ended with an exit code.
+def _exit_code(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if the command ended with an exit code.
 
     The code reveals the cause only if the command was never started.
     """
@@ -411,12 +411,12 @@ def _exit_code(signs: ExitSigns) -> End | None:
         return None
     why = f"it ended with status {status}"
     if status in _COMMAND_NOT_EXECUTED and signs.evidence.phase is None:
-        return End(cause=endings.NEVER_STARTED, certainty="likely", why=why)
-    return End(cause=endings.STATUS_ONLY, certainty="a guess", why=why)
+        return AttemptEnd(cause=ids.NEVER_STARTED, certainty="likely", why=why)
+    return AttemptEnd(cause=ids.STATUS_ONLY, certainty="a guess", why=why)
 
 
-def _killed(signs: ExitSigns) -> End | None:
-    """Return an `End` if SIGKILL ended the process.
+def _killed(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if SIGKILL ended the process.
 
     The signal was sent by a person, a scheduler or, if memory ran out, the kernel.
     """
@@ -425,26 +425,28 @@ def _killed(signs: ExitSigns) -> End | None:
     why = _which_signal_ended_it(signs)
     if signs.kernel_kills:
         count = f"the kernel's out-of-memory kill counter rose by {signs.kernel_kills}"
-        return End(cause=endings.OUT_OF_MEMORY_KILL, certainty="certain", why=f"{why}, and {count}")
+        return AttemptEnd(
+            cause=ids.OUT_OF_MEMORY_KILL, certainty="certain", why=f"{why}, and {count}"
+        )
     if signs.kernel_kills == 0:
-        return End(cause=endings.KILLED, certainty="likely", why=why)
+        return AttemptEnd(cause=ids.KILLED, certainty="likely", why=why)
     # The kernel's counter could not be read.
     if observations.host_memory_was_running_out(signs.evidence):
         why += " while memory was running out"
-        return End(cause=endings.KILLED_UNCOUNTED, certainty="likely", why=why)
-    return End(cause=endings.KILLED, certainty="a guess", why=why)
+        return AttemptEnd(cause=ids.KILLED_UNCOUNTED, certainty="likely", why=why)
+    return AttemptEnd(cause=ids.KILLED, certainty="a guess", why=why)
 
 
-def _ended_by_a_signal(signs: ExitSigns) -> End | None:
-    """Return an `End` if a signal other than SIGKILL ended the process."""
+def _ended_by_a_signal(signs: ExitSigns) -> AttemptEnd | None:
+    """Return an `AttemptEnd` if a signal other than SIGKILL ended the process."""
     if signs.status is None or signs.status >= 0:
         return None
-    cause = _CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL)
+    cause = _CAUSE_BY_SIGNAL.get(-signs.status, ids.OTHER_SIGNAL)
     certainty: Certainty = "likely"
     if -signs.status not in SIGNALS_FROM_OUTSIDE:
         # The process itself caused this signal, and the signal does not say how.
         certainty = least_of([certainty, all_signatures()[cause].certainty])
-    return End(cause=cause, certainty=certainty, why=_which_signal_ended_it(signs))
+    return AttemptEnd(cause=cause, certainty=certainty, why=_which_signal_ended_it(signs))
 
 
 _RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (
@@ -470,8 +472,8 @@ def _which_signal_ended_it(signs: ExitSigns) -> str:
     return f"{who} was terminated by {name}"
 
 
-def _end_of_stop(request: Event, *, status: int) -> End:
-    """Return the `End` of an attempt that a Guard stopped on request.
+def _end_of_stop(request: Event, *, status: int) -> AttemptEnd:
+    """Return the `AttemptEnd` of an attempt that a Guard stopped on request.
 
     Args:
         request: The event that recorded the request.
@@ -484,8 +486,8 @@ def _end_of_stop(request: Event, *, status: int) -> End:
     exhibit = Exhibit(
         text=f"stop requested: {reason}", source="guard", unix_seconds=request.unix_seconds
     )
-    return End(
-        cause=endings.STOPPED,
+    return AttemptEnd(
+        cause=ids.STOPPED,
         certainty="certain",
         why=why,
         stop_requested_at=request.unix_seconds,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
-from holdfast.explain.signatures.matching import best_kind, match_all
+from holdfast.explain.signatures.matching import find_best_kind, match_all
 
 # Patterns of words that mark a line as an error, from the most to the least certain.
 _WORDS_OF_ERRORS = (
@@ -60,7 +60,7 @@ _WARNING = re.compile(r"\bWARN(?:ING)?\b")
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
 # If at least this many lines differ only in their numbers, they report a metric whose name contains
 # a word such as "error".
-_REPEATS_OF_A_METRIC = 4
+_MIN_REPEATS_OF_A_METRIC = 4
 # Only error lines that precede the newest error line by at most this many lines are assumed to
 # report what ended the run.
 _CLOSE_LINES = 150
@@ -82,12 +82,12 @@ def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> S
     # like an error.
     error_lines: list[tuple[tuple[bool, bool, int], Statement]] = []
     for line in _possible_errors(statements, only_certain=only_certain):
-        certainty = _certainty(line.text, only_certain=only_certain)
-        if certainty is not None:
+        index = _index_of_error_words(line.text, only_certain=only_certain)
+        if index is not None:
             is_warning = _WARNING.search(line.text) is not None
-            kind = best_kind(line)
+            kind = find_best_kind(line)
             has_kind = kind is not None and kind.rank <= _LAST_SPECIFIC_RANK
-            error_lines.append(((is_warning, not has_kind, certainty), line))
+            error_lines.append(((is_warning, not has_kind, index), line))
     if not error_lines:
         return None
     newest = error_lines[-1][1].position
@@ -99,21 +99,33 @@ def _possible_errors(statements: Sequence[Statement], *, only_certain: bool) -> 
     """Yield the lines after the newest exception that may report the failure that ended the run."""
     lines = [statement for statement in statements if statement.kind == "line"]
     frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
-    exceptions = [statement for statement in statements if statement.kind == "exception"]
-    newest_exception = max((exception.position for exception in exceptions), default=-1)
+    newest_exception = _position_of_newest_exception(statements)
     for line in lines:
         if line.position <= newest_exception or line.fatal is not None:
             continue
-        if line.logged:
-            # Ignore lines that a logger printed, except a warning that CUDA is unavailable.
-            says_no_cuda = _NO_CUDA.search(line.text) and not match_all(line)
-            if only_certain or not says_no_cuda:
-                continue
-        if frequencies[_without_numbers(line.text)] < _REPEATS_OF_A_METRIC:
+        if line.logged and (only_certain or not _says_no_cuda(line)):
+            continue
+        if frequencies[_without_numbers(line.text)] < _MIN_REPEATS_OF_A_METRIC:
             yield line
 
 
-def _certainty(text: str, *, only_certain: bool) -> int | None:
+def _says_no_cuda(line: Statement) -> bool:
+    """Return whether a line warns that CUDA is unavailable, and no signature explains why.
+
+    This is the only line of a logger that can be the cause.
+    """
+    return _NO_CUDA.search(line.text) is not None and not match_all(line)
+
+
+def _position_of_newest_exception(statements: Sequence[Statement]) -> int:
+    """Return the position of the newest exception, or -1 if there is none."""
+    return max(
+        (statement.position for statement in statements if statement.kind == "exception"),
+        default=-1,
+    )
+
+
+def _index_of_error_words(text: str, *, only_certain: bool) -> int | None:
     """Return the index of the first pattern in `_WORDS_OF_ERRORS` that matches a line.
 
     A lower index means a more certain error. Return None if the line is not an error.

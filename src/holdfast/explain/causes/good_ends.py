@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core.events.event import Event
+from holdfast.core.text import capitalized
 from holdfast.explain import observations
 from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import (
@@ -20,7 +21,7 @@ from holdfast.explain.exhibits import (
     exhibit_of_repetition,
     growth_text,
 )
-from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
+from holdfast.explain.signatures import UNJUDGED, all_signatures, ids
 from holdfast.explain.signatures.signature import Signature
 from holdfast.explain.verdict import Exhibit
 
@@ -62,12 +63,10 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
 
     An exploded loss is not a shortfall but a failure (H1617).
     """
-    if evidence.lost is None or evidence.lost.exploded:
+    if evidence.divergence is None or evidence.divergence.exploded:
         return None
-    sentence = evidence.lost.sentence()
-    return Shortfall(
-        id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}."
-    )
+    clause = evidence.divergence.clause()
+    return Shortfall(id=ids.NOT_LEARNED, title=f"finished, but {clause}", sentence=f"But {clause}.")
 
 
 def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
@@ -75,12 +74,12 @@ def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
     learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
-    sentence = learning.sentence()
+    clause = learning.clause()
     return Shortfall(
-        id=endings.NOT_LEARNED,
-        title=f"finished, but {sentence}",
-        sentence=f"But {sentence}.",
-        exhibits=(Exhibit(text=sentence, source="recorded steps"),),
+        id=ids.NOT_LEARNED,
+        title=f"finished, but {clause}",
+        sentence=f"But {clause}.",
+        exhibits=(Exhibit(text=clause, source="recorded steps"),),
     )
 
 
@@ -89,11 +88,11 @@ def repeated_steps_differed(evidence: Evidence) -> Shortfall | None:
     repetitions = observations.differing_repetitions(evidence)
     if repetitions is None:
         return None
-    words = repetitions.words()
+    clause = repetitions.clause()
     return Shortfall(
-        id=endings.REPEATED_DIFFERENTLY,
-        title=f"finished, but {words}",
-        sentence=f"But {words} [H504].",
+        id=ids.REPEATED_DIFFERENTLY,
+        title=f"finished, but {clause}",
+        sentence=f"But {clause} [H504].",
         exhibits=(exhibit_of_repetition(repetitions.first),),
     )
 
@@ -108,7 +107,7 @@ def memory_grew(evidence: Evidence) -> Shortfall | None:
         return None
     cause = event.data.get("signature")
     if not isinstance(cause, str) or cause not in all_signatures():
-        cause = endings.MEMORY_GREW
+        cause = ids.MEMORY_GREW
     sentence = f"But {event.data.get('what', 'host')} memory grew from step to step."
     if leak is not None:
         sentence = _sentence_about_leak(leak)
@@ -157,12 +156,12 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
     if learning is None or learning.outcome not in ("unclear", "rose"):
         return None
     title = UNJUDGED.title
-    reason = learning.sentence()
+    reason = learning.clause()
     if learning.outcome == "rose":
         title = f"finished, and {reason}; learning was not judged"
         reason += ". A changing objective or a learning rate that is too high can cause this"
     return Shortfall(
-        id=endings.NOT_JUDGED,
+        id=ids.NOT_JUDGED,
         title=title,
         sentence=f"holdfast could not judge whether the model learned: {reason}.",
     )
@@ -185,8 +184,7 @@ def sentences(evidence: Evidence) -> Iterator[str]:
     for shortfall in find_shortfalls(evidence):
         yield shortfall.sentence
     if evidence.learning is not None and evidence.learning.outcome == "fell":
-        sentence = evidence.learning.sentence()
-        yield f"{sentence[:1].upper()}{sentence[1:]}."
+        yield f"{capitalized(evidence.learning.clause())}."
 
 
 def exhibits(evidence: Evidence) -> Iterator[Exhibit]:

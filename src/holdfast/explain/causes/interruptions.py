@@ -12,9 +12,9 @@ from dataclasses import replace
 from enum import Enum
 
 from holdfast.explain.causes.candidate import CandidateCause
-from holdfast.explain.evidence import Evidence, Frame, LostTraining
+from holdfast.explain.evidence import Divergence, Evidence, Frame
 from holdfast.explain.hangs.frames import CHILD_PROCESS, CONNECTION, NETWORK, QUEUE, THREADS
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.signatures.signature import Signature
 
 # A loader worker, which is interrupted too, and whose waiting for work is normal.
@@ -44,17 +44,17 @@ class _Activity(Enum):
     """What the main thread was doing, in the order of precedence among several ranks."""
 
     # It computed, or nothing is known about it.
-    OTHER = 0
-    LOADER = 1
-    SOMETHING_ELSE = 2
+    NOT_WAITING = 0
+    WAITING_FOR_LOADER = 1
+    WAITING_FOR_SOMETHING_ELSE = 2
     # The other ranks may be waiting for a rank that waits for its loader.
-    RANKS = 3
+    WAITING_FOR_RANKS = 3
 
 
-_SIGNATURE_OF = {
-    _Activity.LOADER: endings.INTERRUPTED_LOADER,
-    _Activity.SOMETHING_ELSE: endings.INTERRUPTED_WAIT,
-    _Activity.RANKS: endings.INTERRUPTED_RANKS,
+_SIGNATURE_BY_ACTIVITY = {
+    _Activity.WAITING_FOR_LOADER: ids.INTERRUPTED_LOADER,
+    _Activity.WAITING_FOR_SOMETHING_ELSE: ids.INTERRUPTED_WAIT,
+    _Activity.WAITING_FOR_RANKS: ids.INTERRUPTED_RANKS,
 }
 
 
@@ -72,31 +72,30 @@ def interrupted_state(
     Returns:
         The signature, or None for a plain interruption.
     """
-    lost = evidence.lost or evidence.nan_at_end
-    if lost is not None and lost.exploded:
-        signature = all_signatures()[endings.INTERRUPTED_LOST]
-        return replace(signature, title=_title_of_lost(lost))
+    divergence = evidence.divergence or evidence.nan_at_end
+    if divergence is not None and divergence.exploded:
+        signature = all_signatures()[ids.INTERRUPTED_AFTER_DIVERGENCE]
+        return replace(signature, title=_title_of_divergence(divergence))
     if not from_statement:
         return None
     activities = [
-        _activity(candidate.statement.frames)
+        _find_activity(candidate.statement.frames)
         for candidate in candidates
-        if candidate.signature.id == endings.INTERRUPTED
-        and _is_main_thread(candidate.statement.frames)
+        if candidate.signature.id == ids.INTERRUPTED and _is_main_thread(candidate.statement.frames)
     ]
     # A rank that computes is probably the one for which the others wait.
-    if not activities or _Activity.OTHER in activities:
+    if not activities or _Activity.NOT_WAITING in activities:
         return None
     decisive = min(activities, key=lambda activity: activity.value)
-    return all_signatures()[_SIGNATURE_OF[decisive]]
+    return all_signatures()[_SIGNATURE_BY_ACTIVITY[decisive]]
 
 
-def _title_of_lost(lost: LostTraining) -> str:
-    if lost.rose is not None:
+def _title_of_divergence(divergence: Divergence) -> str:
+    if divergence.rose is not None:
         return "interrupted by the user after the loss had exploded"
-    if lost.what == "gradients":
+    if divergence.quantity == "gradients":
         return "interrupted by the user while the gradients were NaN or infinite"
-    return all_signatures()[endings.INTERRUPTED_LOST].title
+    return all_signatures()[ids.INTERRUPTED_AFTER_DIVERGENCE].title
 
 
 def _is_main_thread(frames: Sequence[Frame]) -> bool:
@@ -109,22 +108,22 @@ def _is_main_thread(frames: Sequence[Frame]) -> bool:
     return not CHILD_PROCESS.search(frames[-1].file)
 
 
-def _activity(frames: Sequence[Frame]) -> _Activity:
+def _find_activity(frames: Sequence[Frame]) -> _Activity:
     """Return what a thread was doing, according to its stack."""
     innermost = frames[-1]
     if any(
         _TORCH_LOADER.search(frame.file) and frame.function in _LOADER_WAITS for frame in frames
     ):
-        return _Activity.LOADER
+        return _Activity.WAITING_FOR_LOADER
     waits = _waits_in_a_library(innermost)
     if waits and any(_HOLDFAST_LOADER.search(frame.file) for frame in frames):
-        return _Activity.LOADER
+        return _Activity.WAITING_FOR_LOADER
     if _OTHER_RANKS.search(innermost.file):
-        return _Activity.RANKS
+        return _Activity.WAITING_FOR_RANKS
     sleeps = _SLEEP.search(innermost.code) is not None
     if waits or sleeps or _FILE_BATON.search(innermost.file):
-        return _Activity.SOMETHING_ELSE
-    return _Activity.OTHER
+        return _Activity.WAITING_FOR_SOMETHING_ELSE
+    return _Activity.NOT_WAITING
 
 
 def _waits_in_a_library(frame: Frame) -> bool:

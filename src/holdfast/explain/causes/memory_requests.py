@@ -16,11 +16,13 @@ _REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
 _CAPACITY = re.compile(rf"capaci?ty of {_SIZE}|; {_SIZE} total capacity")
 _FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free")
 # Older versions do not count the memory of the context, only what the allocator has reserved.
-_OWN = re.compile(rf"this process has {_SIZE} memory in use|; {_SIZE} (?:reserved|cached)")
+_USED_BY_PROCESS = re.compile(
+    rf"this process has {_SIZE} memory in use|; {_SIZE} (?:reserved|cached)"
+)
 # The CUDA context and its libraries, which older versions of torch do not count.
 _CONTEXT_BYTES = 1.5 * 2.0**30
 # Other processes hold most of the memory if they hold more than this share of the GPU.
-_MOST = 0.5
+_MIN_SHARE_OF_OTHERS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +43,18 @@ class MemoryRequest:
     def is_held_by_others(self) -> bool:
         """Return whether other processes hold most of the memory of the GPU."""
         others = self.capacity - self.free - self.used_by_process - _CONTEXT_BYTES
-        return others > max(_MOST * (self.capacity - _CONTEXT_BYTES), self.used_by_process)
+        return others > max(
+            _MIN_SHARE_OF_OTHERS * (self.capacity - _CONTEXT_BYTES), self.used_by_process
+        )
 
 
 def read_request(text: str) -> MemoryRequest | None:
     """Return the numbers in a message about full GPU memory, or None if one of them is missing."""
-    sizes = [_size(pattern, text) for pattern in (_REQUEST, _CAPACITY, _FREE, _OWN)]
-    requested, capacity, free, own = sizes
-    if requested is None or capacity is None or free is None or own is None:
+    sizes = [_size(pattern, text) for pattern in (_REQUEST, _CAPACITY, _FREE, _USED_BY_PROCESS)]
+    requested, capacity, free, used = sizes
+    if requested is None or capacity is None or free is None or used is None:
         return None
-    return MemoryRequest(requested=requested, capacity=capacity, free=free, used_by_process=own)
+    return MemoryRequest(requested=requested, capacity=capacity, free=free, used_by_process=used)
 
 
 def _size(pattern: re.Pattern[str], text: str) -> float | None:

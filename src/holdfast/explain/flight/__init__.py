@@ -6,5 +6,6 @@ of them times out. Read in this order:
 1. ``plain_pickle``: reads a pickle of plain values, without the module ``pickle``.
 2. ``dumps``: finds the files and reads them.
 3. ``comparison``: compares the ranks. It reads no files.
-4. ``words``: describes the result as a `FlightFinding`, and as a verdict of its own.
+4. ``judging``: makes a `FlightFinding` from the result, or a verdict of its own. ``sentences``
+   describes the result.
 """

@@ -47,7 +47,7 @@ class Stall:
     # The ranks that have not entered it, according to their dumps.
     missing: tuple[int, ...] = ()
     # The ranks that differ from the majority; empty if there is none.
-    odd: tuple[int, ...] = ()
+    differing: tuple[int, ...] = ()
     # The ranks of the group of which there is no dump.
     without_dump: tuple[int, ...] = ()
 
@@ -71,7 +71,9 @@ def find_stall(dumps: Sequence[Dump]) -> Stall | None:
     """
     stalls = []
     for group, calls in _calls_by_group(dumps).items():
-        stall = _stall_of(calls, _members(group, dumps, calls), [dump.rank for dump in dumps])
+        stall = _find_stall_in_group(
+            calls, _members(group, dumps, calls), [dump.rank for dump in dumps]
+        )
         if stall is not None:
             stalls.append(stall)
     if not stalls:
@@ -121,27 +123,38 @@ def _members(group: str, dumps: Sequence[Dump], calls: _GroupCalls) -> tuple[int
     return tuple(sorted(set().union(*known))) if known else tuple(sorted(calls))
 
 
-def _stall_of(
+def _find_stall_in_group(
     calls: _GroupCalls, members: Sequence[int], ranks_with_dump: Sequence[int]
 ) -> Stall | None:
-    """Return the first collective of a process group in which its ranks differ, or None."""
+    """Return the first collective of a process group in which its ranks differ, or None.
+
+    Args:
+        calls: The collectives of the group, by rank and then by number.
+        members: The ranks of the group.
+        ranks_with_dump: All ranks of which there is a dump.
+    """
     with_dump = set(ranks_with_dump)
     present = [rank for rank in members if rank in with_dump]
     without_dump = tuple(rank for rank in members if rank not in with_dump)
-    used = [rank for rank in present if rank in calls]
-    if not used:
-        return None
-    newest = {rank: max(calls.get(rank, {}), default=0) for rank in present}
-    # Older collectives are no longer in all dumps.
-    oldest = max(min(calls[rank]) for rank in used)
-    numbers = sorted({number for rank in used for number in calls[rank] if number >= oldest})
-    for number in numbers:
-        entered = {rank: calls[rank][number] for rank in used if number in calls[rank]}
+    calls = {rank: calls.get(rank, {}) for rank in present}
+    newest = {rank: max(calls[rank], default=0) for rank in present}
+    for number in _comparable_numbers(calls):
+        entered = {rank: calls[rank][number] for rank in present if number in calls[rank]}
         missing = [rank for rank in present if newest[rank] < number]
         stall = _compare(number, entered, missing, without_dump)
         if stall is not None:
             return stall
     return None
+
+
+def _comparable_numbers(calls: _GroupCalls) -> list[int]:
+    """Return the numbers of the collectives that are recent enough to be in all dumps, in order.
+
+    A rank that has called no collective of the group does not count.
+    """
+    used = [numbers for numbers in calls.values() if numbers]
+    oldest = max((min(numbers) for numbers in used), default=0)
+    return sorted({number for numbers in used for number in numbers if number >= oldest})
 
 
 def _compare(
@@ -152,18 +165,18 @@ def _compare(
 ) -> Stall | None:
     """Return how ranks differ in one collective that at least one has entered, or None."""
     difference: Difference
-    odd: Sequence[int] = ()
+    differing: Sequence[int] = ()
     kinds = {rank: _kind(call) for rank, call in entered.items()}
     if len(set(kinds.values())) > 1:
         difference = "different"
-        odd = _minority(kinds)
+        differing = _minority(kinds)
     elif missing:
         difference = "not entered"
-        odd = missing
+        differing = missing
     elif any(_is_pending(call) for call in entered.values()):
         difference = "not completed"
         pending = [rank for rank, call in entered.items() if _is_pending(call)]
-        odd = pending if len(pending) < len(entered) else ()
+        differing = pending if len(pending) < len(entered) else ()
     else:
         return None
     return Stall(
@@ -171,7 +184,7 @@ def _compare(
         sequence=sequence,
         calls=entered,
         missing=tuple(missing),
-        odd=tuple(odd),
+        differing=tuple(differing),
         without_dump=without_dump,
     )
 

@@ -58,7 +58,7 @@ class Call:
     @property
     def frames(self) -> tuple[Frame, ...]:
         """Return where it was called, with the innermost frame last; empty if unknown."""
-        return _frames_of(self.stack)
+        return _parse_frames(self.stack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def read_dumps(files: Iterable[Path]) -> tuple[list[Dump], list[str]]:
             continue
         rank = int(match["rank"])
         try:
-            dump = _dump_of(_read_values(file), rank=rank, file=file.name)
+            dump = _parse_dump(_read_values(file), rank=rank, file=file.name)
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{file.name} could not be read: {error}")
             continue
@@ -139,21 +139,21 @@ def _read_values(file: Path) -> Any:
     return read_plain_pickle(data)
 
 
-def _dump_of(values: Any, *, rank: int, file: str) -> Dump | None:
+def _parse_dump(values: Any, *, rank: int, file: str) -> Dump | None:
     """Return a dump, or None if the values are not those of a flight recorder."""
     if not isinstance(values, dict) or "pg_config" not in values:
         return None
     entries = values.get("entries")
-    calls = [_call_of(entry) for entry in _list(entries)[-_MAX_CALLS:]]
+    calls = [_parse_call(entry) for entry in _as_list(entries)[-_MAX_CALLS:]]
     return Dump(
         rank=rank,
         file=file,
         calls=tuple(sorted(filter(None, calls), key=lambda call: call.record)),
-        members=_members_of(values["pg_config"]),
+        members=_parse_members(values["pg_config"]),
     )
 
 
-def _members_of(config: Any) -> dict[str, tuple[int, ...]]:
+def _parse_members(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each process group from a text such as ``"[0, 1]"``."""
     members = {}
     for name, group in config.items() if isinstance(config, dict) else ():
@@ -165,26 +165,26 @@ def _members_of(config: Any) -> dict[str, tuple[int, ...]]:
     return members
 
 
-def _call_of(entry: Any) -> Call | None:
+def _parse_call(entry: Any) -> Call | None:
     """Return a collective, or None for a send, a receive and a damaged entry."""
     if not isinstance(entry, dict) or entry.get("is_p2p") is True:
         return None
-    group = _list(entry.get("process_group"))
+    group = _as_list(entry.get("process_group"))
     name = entry.get("profiling_name")
-    if len(group) != 2 or not isinstance(name, str) or not _number(entry, "collective_seq_id"):
+    if len(group) != 2 or not isinstance(name, str) or not _read_count(entry, "collective_seq_id"):
         return None
     return Call(
         group=str(group[0]),
         group_label=_label_of_group(str(group[0]), str(group[1])),
-        sequence=_number(entry, "collective_seq_id"),
-        record=_number(entry, "record_id"),
+        sequence=_read_count(entry, "collective_seq_id"),
+        record=_read_count(entry, "record_id"),
         # The name begins with the backend, as in "nccl:all_reduce".
         name=name.rpartition(":")[2],
-        sizes=tuple(str(size) for size in _list(entry.get("input_sizes"))),
-        dtypes=tuple(str(dtype) for dtype in _list(entry.get("input_dtypes"))),
+        sizes=tuple(str(size) for size in _as_list(entry.get("input_sizes"))),
+        dtypes=tuple(str(dtype) for dtype in _as_list(entry.get("input_dtypes"))),
         state=str(entry.get("state")),
         retired=entry.get("retired") is True,
-        created_ns=_number(entry, "time_created_ns"),
+        created_ns=_read_count(entry, "time_created_ns"),
         # Most of the thousands of stacks are never shown.
         stack=entry.get("frames"),
     )
@@ -196,25 +196,25 @@ def _label_of_group(name: str, description: str) -> str:
     return description
 
 
-def _frames_of(frames: Any) -> tuple[Frame, ...]:
+def _parse_frames(frames: Any) -> tuple[Frame, ...]:
     """Return the frames of a dump, which lists the innermost frame first."""
-    found = [
+    innermost_first = [
         Frame(
             file=str(frame.get("filename")),
-            line=_number(frame, "line"),
+            line=_read_count(frame, "line"),
             function=str(frame.get("name")),
         )
-        for frame in _list(frames)[:_MAX_FRAMES]
+        for frame in _as_list(frames)[:_MAX_FRAMES]
         if isinstance(frame, dict)
     ]
-    return tuple(reversed(found))
+    return tuple(reversed(innermost_first))
 
 
-def _list(value: Any) -> list[Any] | tuple[Any, ...]:
+def _as_list(value: Any) -> list[Any] | tuple[Any, ...]:
     return value if isinstance(value, (list, tuple)) else []
 
 
-def _number(values: Mapping[str, Any], key: str) -> int:
+def _read_count(values: Mapping[str, Any], key: str) -> int:
     """Return a field if it is a whole number that is not negative, or 0."""
     number = values.get(key)
     return number if type(number) is int and number >= 0 else 0

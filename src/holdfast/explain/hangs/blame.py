@@ -3,8 +3,8 @@
 This module answers three questions in turn: Which rank are the other ranks waiting for? Is that
 rank waiting for a loader worker? And how does the blamed process hang (see ``classification``)?
 
-All functions are pure: their results depend only on the observations in `Examined`. ``supervise``
-inspects the processes and decides when one of them has made no progress for too long.
+All functions are pure: their results depend only on the samples in `ExaminedProcess`.
+``supervise`` inspects the processes and decides when one of them has made no progress for too long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from holdfast.core.text import listed
+from holdfast.core.text import capitalized, listed
 from holdfast.explain.certainty import Certainty, rank_of
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.classification import (
@@ -23,18 +23,18 @@ from holdfast.explain.hangs.classification import (
     classify_process,
     is_stopped,
 )
-from holdfast.explain.hangs.evidence import Examined, clean
 from holdfast.explain.hangs.frames import (
-    call_of_guard,
-    collective_called,
-    has_own_loader,
+    find_collective_call,
+    find_guard_call,
+    frame_to_show,
     is_idle_worker,
     is_in_backward,
     is_in_worker_loop,
-    shortened,
-    user_frame,
+    short_place,
+    uses_holdfast_loader,
     waits_for_workers,
 )
+from holdfast.explain.hangs.process_samples import ExaminedProcess, clean
 
 # How the supervisor responds to a hang:
 #   wait      nothing, because the process may still finish
@@ -58,7 +58,7 @@ _WORKING_SHARE = 0.2
 _WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
 # How many ranks a sentence lists.
 _MAX_NAMES = 8
-# The values of `ThreadLook.waits` for an idle loader worker.
+# The values of `ThreadSample.waits` for an idle loader worker.
 _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
 
@@ -71,7 +71,7 @@ class HangDiagnosis:
     # How certain the diagnosis is.
     certainty: Certainty
     # The process to blame.
-    process: Examined
+    process: ExaminedProcess
     # The frame in which the blamed process hangs, in user code if possible; None if unknown.
     frame: Frame | None
     # The rank that the other ranks wait for, or None if there is no such rank.
@@ -82,7 +82,7 @@ class HangDiagnosis:
     starved: bool
     # Whether the hang may resolve itself because the process waits for holdfast's loader, which
     # replaces stuck workers.
-    heals: bool
+    may_recover: bool
     # The diagnosis in words.
     sentence: str
     # The part of `sentence` that explains the lack of progress, without stating it.
@@ -93,7 +93,7 @@ class HangDiagnosis:
 class _OddOneOut:
     """The process to examine, and how it differs from the others."""
 
-    process: Examined
+    process: ExaminedProcess
     # The rank that the others wait for, or None if there is no such rank.
     rank: int | None = None
     # What is known about the ranks, as sentences; empty if they do not differ.
@@ -105,13 +105,13 @@ class _Blame:
     """The blamed process, and the processes with which it was compared."""
 
     # The process that exceeded its time limit without progress.
-    noticed: Examined
+    noticed: ExaminedProcess
     # The processes that train together and still exist.
-    group: tuple[Examined, ...]
+    group: tuple[ExaminedProcess, ...]
     # The process that was chosen from the group, and how it differs from the others.
     odd: _OddOneOut
     # The process to blame.
-    process: Examined
+    process: ExaminedProcess
     # How the blamed process hangs.
     hang: ProcessHang
     # Whether the blamed process is a loader worker.
@@ -119,7 +119,7 @@ class _Blame:
 
 
 def diagnose_hang(
-    processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()
+    processes: Sequence[ExaminedProcess], suspect: int, *, gone_ranks: Sequence[int] = ()
 ) -> HangDiagnosis:
     """Explain a hang: find the process to blame, and where and how it hangs.
 
@@ -152,7 +152,7 @@ def diagnose_hang(
         odd_one_out=odd.rank,
         moving=blame.hang.moving,
         starved=blame.hang.starved,
-        heals=waits_for_loader and has_own_loader(trainer),
+        may_recover=waits_for_loader and uses_holdfast_loader(trainer),
         sentence=f"{_lack_of_progress(noticed)} {explanation}",
         explanation=explanation,
     )
@@ -162,14 +162,14 @@ def diagnose_hang(
 
 
 def _find_odd_one_out(
-    group: Sequence[Examined], noticed: Examined, gone_ranks: Sequence[int]
+    group: Sequence[ExaminedProcess], noticed: ExaminedProcess, gone_ranks: Sequence[int]
 ) -> _OddOneOut:
     """Return the process to examine, and how it differs from the others.
 
     If a rank has ended and the process that exceeded its time limit waits in a collective, it waits
     for that rank. Nothing is said about a process whose stack is unknown, except its step.
     """
-    gone = f"{_ranks_in_words(gone_ranks)} ended." if gone_ranks else ""
+    gone = f"{_ranks_with_verb(gone_ranks)} ended." if gone_ranks else ""
     hang = classify_process(noticed, group_size=len(group) + len(gone_ranks))
     if gone_ranks and hang.kind == "collective":
         return _OddOneOut(
@@ -177,7 +177,7 @@ def _find_odd_one_out(
             rank=gone_ranks[0],
             words=f"{gone} The collective cannot complete without all ranks.",
         )
-    odd = _compare(group) if len(group) > 1 else None
+    odd = _find_difference(group) if len(group) > 1 else None
     if odd is None:
         return _OddOneOut(process=noticed, words=gone)
     words = [gone, odd.words]
@@ -186,18 +186,20 @@ def _find_odd_one_out(
     return replace(odd, words=" ".join(filter(None, words)))
 
 
-def _compare(group: Sequence[Examined]) -> _OddOneOut | None:
+def _find_difference(group: Sequence[ExaminedProcess]) -> _OddOneOut | None:
     """Return the process that differs from the others, or None if they do not differ."""
     in_collective, outside, unknown = _split_by_collective(group)
     if in_collective and outside:
         # The ranks in a collective wait for the ranks outside it. Among the latter, blame the rank
         # with the fewest steps and then the rank that has made no progress for the longest time.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
-        words = f"{_names(outside)} in no collective, while {_names(in_collective)} waiting in one."
+        who = _names_with_verb(outside)
+        others = _names_with_verb(in_collective)
+        words = f"{who} in no collective, while {others} waiting in one."
         return _OddOneOut(process=odd, rank=odd.rank, words=_with_unknown(words, unknown))
     if in_collective and unknown:
         words = _with_unknown("", unknown)
-        behind = _one_behind(group)
+        behind = _find_rank_behind(group)
         return replace(behind, words=f"{behind.words} {words}") if behind else None
     if in_collective:
         return _odd_one_among_collectives(group)
@@ -205,8 +207,8 @@ def _compare(group: Sequence[Examined]) -> _OddOneOut | None:
 
 
 def _split_by_collective(
-    group: Sequence[Examined],
-) -> tuple[list[Examined], list[Examined], list[Examined]]:
+    group: Sequence[ExaminedProcess],
+) -> tuple[list[ExaminedProcess], list[ExaminedProcess], list[ExaminedProcess]]:
     """Split a group into processes in a collective, other processes, and those without a stack.
 
     A process that is stopped is not in a collective, whatever its stack.
@@ -217,72 +219,79 @@ def _split_by_collective(
     for process in group:
         if classify_process(process, group_size=len(group)).kind == "collective":
             in_collective.append(process)
-        elif process.last.main.frames or is_stopped(process):
+        elif process.newest.main_thread.frames or is_stopped(process):
             outside.append(process)
         else:
             unknown.append(process)
     return in_collective, outside, unknown
 
 
-def _one_behind(group: Sequence[Examined]) -> _OddOneOut | None:
+def _find_rank_behind(group: Sequence[ExaminedProcess]) -> _OddOneOut | None:
     """Return the process with the fewest steps, or None if all have completed as many."""
     if not _steps_differ(group):
         return None
     odd = min(group, key=lambda process: process.step)
-    return _OddOneOut(process=odd, rank=odd.rank, words=f"{_names([odd])} behind the others.")
+    return _OddOneOut(
+        process=odd, rank=odd.rank, words=f"{_names_with_verb([odd])} behind the others."
+    )
 
 
-def _odd_one_among_collectives(group: Sequence[Examined]) -> _OddOneOut | None:
+def _odd_one_among_collectives(group: Sequence[ExaminedProcess]) -> _OddOneOut | None:
     """Return the process that the others wait for if all processes wait in collectives.
 
     This is a process that is behind the others or waits in a different collective. Return None if
     there is no such process.
     """
-    in_guard = [process for process in group if call_of_guard(process) is not None]
+    in_guard = [process for process in group if find_guard_call(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
         return _OddOneOut(process=in_guard[0], rank=in_guard[0].rank)
-    behind = _one_behind(group)
+    behind = _find_rank_behind(group)
     if behind is not None:
         return behind
-    counts = Counter(_place(process) for process in group)
-    rarest = min(counts.values())
-    rare = [process for process in group if counts[_place(process)] == rarest]
+    rare = _processes_at_rarest_line(group)
     if len(rare) == len(group):
         # All lines are equally rare, for example with two ranks. Blame a rank that called a
         # collective explicitly, not in the backward pass.
         rare = [process for process in group if not is_in_backward(process)]
     if not 0 < len(rare) < len(group):
         return None
-    words = f"{_names(rare)} waiting in a collective at another line than the others."
+    words = f"{_names_with_verb(rare)} waiting in a collective at another line than the others."
     return _OddOneOut(process=rare[0], rank=rare[0].rank, words=words)
 
 
-def _odd_one_by_phase(group: Sequence[Examined]) -> _OddOneOut | None:
+def _processes_at_rarest_line(group: Sequence[ExaminedProcess]) -> list[ExaminedProcess]:
+    """Return the processes at a line of user code at which as few processes are as at any other."""
+    counts = Counter(_user_line(process) for process in group)
+    rarest = min(counts.values())
+    return [process for process in group if counts[_user_line(process)] == rarest]
+
+
+def _odd_one_by_phase(group: Sequence[ExaminedProcess]) -> _OddOneOut | None:
     """Return a process in the rarest phase, or None.
 
     Return None if all processes are in the same phase, or if the stack of any process is known.
     """
-    if any(process.last.main.frames for process in group):
+    if any(process.newest.main_thread.frames for process in group):
         return None
     counts = Counter(process.phase for process in group)
     if len(counts) == 1:
         return None
     odd = min(group, key=lambda process: (counts[process.phase], process.step))
-    words = f"{_names([odd])} in another phase than the others."
+    words = f"{_names_with_verb([odd])} in another phase than the others."
     return _OddOneOut(process=odd, rank=odd.rank, words=words)
 
 
 # --- Ranks in words ---
 
 
-def _name(process: Examined) -> str:
+def _name(process: ExaminedProcess) -> str:
     """Return a name such as ``"rank 1 (process 4711)"``, or ``"process 4711"`` without a rank."""
     if process.rank is None:
         return f"process {process.pid}"
     return f"rank {process.rank} (process {process.pid})"
 
 
-def _names(processes: Sequence[Examined]) -> str:
+def _names_with_verb(processes: Sequence[ExaminedProcess]) -> str:
     """Return processes with a verb, such as ``"rank 1 is"`` or ``"ranks 0 and 2 are"``."""
     numbers = sorted(process.rank for process in processes if process.rank is not None)
     noun = "rank"
@@ -295,14 +304,14 @@ def _names(processes: Sequence[Examined]) -> str:
     return f"{plural} {listed(numbers, most=_MAX_NAMES)} are"
 
 
-def _ranks_in_words(ranks: Sequence[int]) -> str:
+def _ranks_with_verb(ranks: Sequence[int]) -> str:
     """Return ranks with a verb, such as ``"Rank 1 has"`` or ``"Ranks 1, 2 have"``."""
     if len(ranks) == 1:
         return f"Rank {ranks[0]} has"
     return f"Ranks {listed(ranks, most=_MAX_NAMES)} have"
 
 
-def _steps_in_words(group: Sequence[Examined]) -> str:
+def _steps_in_words(group: Sequence[ExaminedProcess]) -> str:
     """Return a sentence with the step of each process."""
     numbers = [process.pid if process.rank is None else process.rank for process in group]
     steps = [f"{number}: {process.step}" for number, process in zip(numbers, group, strict=True)]
@@ -310,7 +319,7 @@ def _steps_in_words(group: Sequence[Examined]) -> str:
     return f"Steps by {key}: {listed(steps, most=_MAX_NAMES)}."
 
 
-def _with_unknown(words: str, unknown: Sequence[Examined]) -> str:
+def _with_unknown(words: str, unknown: Sequence[ExaminedProcess]) -> str:
     """Add a sentence about the processes whose stacks are unknown."""
     if not unknown:
         return words
@@ -318,20 +327,20 @@ def _with_unknown(words: str, unknown: Sequence[Examined]) -> str:
     return f"{words} {sentence}".strip()
 
 
-def _place(process: Examined) -> tuple[str, int]:
+def _user_line(process: ExaminedProcess) -> tuple[str, int]:
     """Return the file and line of user code that a process is executing; ("", 0) if unknown."""
-    frame = user_frame(process.last.main.frames)
+    frame = frame_to_show(process.newest.main_thread.frames)
     return ("", 0) if frame is None else (frame.file, frame.line)
 
 
-def _steps_differ(group: Iterable[Examined]) -> bool:
+def _steps_differ(group: Iterable[ExaminedProcess]) -> bool:
     return len({process.step for process in group}) > 1
 
 
 # --- Whether it waits for another process ---------------------------------------------------------
 
 
-def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
+def _blame_loader_worker(blame: _Blame, processes: Sequence[ExaminedProcess]) -> _Blame:
     """Blame a stuck loader worker or a lost batch if the blamed process waits for its loader.
 
     Return the blame unchanged if the process does not wait for its loader, or if no worker is stuck
@@ -350,39 +359,41 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame
     lost_batch = ProcessHang(
         kind="loader",
         certainty="likely",
-        frame=user_frame(trainer.last.main.frames),
+        frame=frame_to_show(trainer.newest.main_thread.frames),
         activity="waits for a batch that no worker is making",
     )
     return replace(blame, hang=lost_batch)
 
 
-def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
+def _find_stuck_worker(
+    processes: Sequence[ExaminedProcess], trainer: ExaminedProcess
+) -> ExaminedProcess | None:
     """Return the busy loader worker to blame, or None if no worker is busy.
 
     A stopped worker is preferred to a blocked worker, and a blocked worker to one that computes.
     """
     workers = [process for process in processes if _is_worker_of(process, trainer)]
     busy = [worker for worker in workers if _is_busy(worker)]
-    if not busy and not any(worker.last.main.frames for worker in workers):
-        busy = [worker for worker in workers if worker.last.main.waits not in _IDLE_WAITS]
+    if not busy and not any(worker.newest.main_thread.frames for worker in workers):
+        busy = [worker for worker in workers if worker.newest.main_thread.waits not in _IDLE_WAITS]
     return min(busy, key=_order_of_suspicion, default=None)
 
 
-def _is_worker_of(process: Examined, trainer: Examined) -> bool:
+def _is_worker_of(process: ExaminedProcess, trainer: ExaminedProcess) -> bool:
     """Return whether a process is a loader worker that the trainer started."""
     if process.ppid != trainer.pid:
         return False
-    return process.role == "loader worker" or is_in_worker_loop(process.last.main.frames)
+    return process.role == "loader worker" or is_in_worker_loop(process.newest.main_thread.frames)
 
 
-def _is_busy(worker: Examined) -> bool:
+def _is_busy(worker: ExaminedProcess) -> bool:
     """Return whether a loader worker is stopped, or its stack shows that it is not idle."""
     if is_stopped(worker):
         return True
-    return bool(worker.last.main.frames) and not is_idle_worker(worker)
+    return bool(worker.newest.main_thread.frames) and not is_idle_worker(worker)
 
 
-def _order_of_suspicion(worker: Examined) -> tuple[int, int]:
+def _order_of_suspicion(worker: ExaminedProcess) -> tuple[int, int]:
     """Return a sort key that puts stopped workers first, then blocked, then computing workers."""
     hang = classify_process(worker, group_size=1)
     if hang.kind == "stopped":
@@ -390,7 +401,7 @@ def _order_of_suspicion(worker: Examined) -> tuple[int, int]:
     return (2 if hang.moving else 1), rank_of(hang.certainty)
 
 
-def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
+def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[ExaminedProcess]) -> _Blame:
     """Classify the blamed process as slow, not stuck, if it waits for a child that is working.
 
     Return the blame unchanged if the process does not wait for another process, or if none of its
@@ -410,12 +421,12 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
     return replace(blame, hang=slow)
 
 
-def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
+def _work_of_descendants(processes: Iterable[ExaminedProcess], ancestor: ExaminedProcess) -> float:
     """Return the number of CPUs that all descendants of a process use or wait for in total.
 
     A descendant that reads or writes a lot of data is counted as using one more CPU.
     """
-    children: dict[int, list[Examined]] = {}
+    children: dict[int, list[ExaminedProcess]] = {}
     for process in processes:
         children.setdefault(process.ppid, []).append(process)
     share = 0.0
@@ -423,7 +434,7 @@ def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> f
     while pending:
         descendant = pending.pop()
         share += descendant.cpu_share
-        main = descendant.last.main
+        main = descendant.newest.main_thread
         if main.waits == "running":
             share += descendant.cpu_wait_share_of(main.tid)
         if descendant.io_rate > _BUSY_BYTES_PER_SECOND:
@@ -449,20 +460,24 @@ def _explain(blame: _Blame) -> str:
     """
     sentences = []
     if blame.odd.words:
-        sentences.append(_capitalized(blame.odd.words))
+        sentences.append(capitalized(blame.odd.words))
     different_calls = _different_calls(blame.group)
     if different_calls:
         sentences.append(different_calls)
-    where = "" if blame.hang.frame is None else f" at {shortened(blame.hang.frame)}"
+    where = "" if blame.hang.frame is None else f" at {short_place(blame.hang.frame)}"
     # "It" is the process named in the sentence before this paragraph.
-    subject = "It" if blame.process is blame.noticed and not sentences else _subject(blame)
+    subject = (
+        "It"
+        if blame.process is blame.noticed and not sentences
+        else _subject_of_last_sentence(blame)
+    )
     sentences.append(f"{subject} {blame.hang.activity}{where}.")
     return " ".join(sentences)
 
 
-def _lack_of_progress(process: Examined) -> str:
+def _lack_of_progress(process: ExaminedProcess) -> str:
     """Return a sentence that says for how long, and at which step, a process made no progress."""
-    who = _capitalized(_name(process))
+    who = capitalized(_name(process))
     digits = 0 if process.seconds >= 10 else 1
     duration = f"{process.seconds:.{digits}f} s"
     if not process.phase and not process.step:
@@ -474,32 +489,29 @@ def _lack_of_progress(process: Examined) -> str:
     return f"{sentence}, at step {process.step}."
 
 
-def _different_calls(group: Sequence[Examined]) -> str:
+def _different_calls(group: Sequence[ExaminedProcess]) -> str:
     """Return a sentence if one rank waits in a Guard call and another rank in a collective.
 
     In this situation, neither call will ever return. In any other situation, return "".
     """
-    in_guard = next((process for process in group if call_of_guard(process) is not None), None)
+    in_guard = next((process for process in group if find_guard_call(process) is not None), None)
     in_collective = next(
-        (process for process in group if collective_called(process) is not None), None
+        (process for process in group if find_collective_call(process) is not None), None
     )
     if in_guard is None or in_collective is None:
         return ""
+    guard_call = find_guard_call(in_guard)
+    collective = find_collective_call(in_collective)
     return (
-        f"{_capitalized(_name(in_guard))} waits for the others in {call_of_guard(in_guard)}, and"
-        f" {_name(in_collective)} is in {collective_called(in_collective)}: all ranks must make the"
-        " same guard calls in the same order (H116)."
+        f"{capitalized(_name(in_guard))} waits for the others in {guard_call}, and"
+        f" {_name(in_collective)} is in {collective}: all ranks must make the same guard calls in"
+        " the same order (H116)."
     )
 
 
-def _subject(blame: _Blame) -> str:
+def _subject_of_last_sentence(blame: _Blame) -> str:
     """Return the subject of the diagnosis's last sentence, which is about the blamed process."""
     if not blame.in_worker:
-        return _capitalized(_name(blame.process))
+        return capitalized(_name(blame.process))
     owner = "" if blame.odd.process.rank is None else f" of rank {blame.odd.process.rank}"
     return f"Loader worker {blame.process.pid}{owner}"
-
-
-def _capitalized(text: str) -> str:
-    """Return a text whose first letter is a capital letter."""
-    return text[:1].upper() + text[1:]

@@ -14,7 +14,6 @@ from typing import Literal
 
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.evidence import Examined, ThreadLook, Waits, clean
 from holdfast.explain.hangs.frames import (
     BACKWARD,
     CHILD_PROCESS,
@@ -27,11 +26,12 @@ from holdfast.explain.hangs.frames import (
     THREADS,
     TORCH,
     any_file_matches,
-    call_of_guard,
     called_by_user,
+    find_guard_call,
+    frame_to_show,
     frames_since_fork,
-    user_frame,
 )
+from holdfast.explain.hangs.process_samples import ExaminedProcess, ThreadSample, WaitKind, clean
 
 # The kinds of hangs, in the order of their signatures, which start at H1401.
 HangKind = Literal[
@@ -56,8 +56,8 @@ HangKind = Literal[
 # A process computes if it uses at least this fraction of a CPU. A waiting process uses less than
 # 1%, and a computing process that shares a CPU with one other process uses half of the CPU.
 _COMPUTING_SHARE = 0.5
-# The limit for a thread that was running at every look. It is lower, because the thread may compete
-# with several others for a CPU.
+# The limit for a thread that was running in every sample. It is lower, because the thread may
+# compete with several others for a CPU.
 _STARVED_SHARE = 0.05
 # A thread that was ready to run for at least this fraction of the time, but had no CPU, has had too
 # little time to show progress. A thread that only wakes up for a moment waits for a CPU, too: with
@@ -100,7 +100,7 @@ class ProcessHang:
     starved: bool = False
 
 
-def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
+def classify_process(process: ExaminedProcess, *, group_size: int) -> ProcessHang:
     """Return how a process hangs.
 
     Args:
@@ -108,20 +108,20 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
         group_size: The number of watched processes that train together; 0 if no process is watched.
     """
     if is_stopped(process):
-        by_debugger = process.last.state == _STOPPED_BY_DEBUGGER
+        by_debugger = process.newest.state == _STOPPED_BY_DEBUGGER
         return ProcessHang(
             kind="stopped",
             certainty="certain",
-            frame=user_frame(process.last.main.frames),
+            frame=frame_to_show(process.newest.main_thread.frames),
             activity="was stopped by a debugger" if by_debugger else "was stopped by a signal",
         )
-    call = call_of_guard(process)
+    call = find_guard_call(process)
     if call is not None:
-        # This check comes first because a Guard polls while it waits, which looks like computing.
+        # This check comes first because a Guard polls while it waits, which resembles computing.
         return ProcessHang(
             kind="collective",
             certainty="likely",
-            frame=user_frame(process.last.main.frames),
+            frame=frame_to_show(process.newest.main_thread.frames),
             activity=f"waits for the other ranks in {call}",
         )
     thread = _BlamedThread(process, thread_to_blame(process), group_size)
@@ -132,22 +132,22 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
     return _merely_slow(thread) or _blocked(thread)
 
 
-def is_stopped(process: Examined) -> bool:
+def is_stopped(process: ExaminedProcess) -> bool:
     """Return whether a signal or a debugger has stopped a process."""
-    return process.last.state in (_STOPPED_BY_SIGNAL, _STOPPED_BY_DEBUGGER)
+    return process.newest.state in (_STOPPED_BY_SIGNAL, _STOPPED_BY_DEBUGGER)
 
 
-def thread_to_blame(process: Examined) -> ThreadLook:
+def thread_to_blame(process: ExaminedProcess) -> ThreadSample:
     """Return the thread that explains the hang: the main thread or one that it waits for."""
-    main = process.last.main
+    main = process.newest.main_thread
     called = called_by_user(main.frames)
     joins = any_file_matches(THREADS, called) or any_file_matches(BACKWARD, called)
     if not joins and not any_file_matches(THREAD_QUEUE, called):
         return main
     others = [
         thread
-        for thread in process.last.threads
-        if not thread.main and any(is_user_code(frame) for frame in thread.frames)
+        for thread in process.newest.threads
+        if not thread.is_main and any(is_user_code(frame) for frame in thread.frames)
     ]
     if not joins:
         # The main thread waits for a queue. A sleeping thread, such as a heartbeat, is not the
@@ -159,21 +159,22 @@ def thread_to_blame(process: Examined) -> ThreadLook:
 class _BlamedThread:
     """The thread to blame in a process, with the properties from which its hang is classified."""
 
-    def __init__(self, process: Examined, thread: ThreadLook, group_size: int) -> None:
+    def __init__(self, process: ExaminedProcess, thread: ThreadSample, group_size: int) -> None:
         self.process = process
         self.newest = thread
         self.group_size = group_size
-        # The state of this thread at each look at which the thread existed, oldest first. The main
+        # The samples of this thread, as far as the thread existed, oldest first. The main
         # thread is matched without its id, which may be unknown.
-        self.looks = [
-            look
-            for looks in process.looks
-            for look in looks.threads
-            if look.main == thread.main and (thread.main or look.tid == thread.tid)
+        self.samples = [
+            candidate
+            for sample in process.samples
+            for candidate in sample.threads
+            if candidate.is_main == thread.is_main
+            and (thread.is_main or candidate.tid == thread.tid)
         ]
-        # The thread's stack at each look at which the stack is known, oldest first.
-        self.stacks = [frames_since_fork(look.frames) for look in self.looks if look.frames]
-        # The frames that user code has called, at the newest look.
+        # The thread's stack in each sample at which the stack is known, oldest first.
+        self.stacks = [frames_since_fork(sample.frames) for sample in self.samples if sample.frames]
+        # The frames that user code has called, in the newest sample.
         self.called = called_by_user(thread.frames)
 
     @property
@@ -182,14 +183,14 @@ class _BlamedThread:
         return len(set(self.stacks)) == 1
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> WaitKind:
         """What the thread waits for, according to the kernel.
 
         A process in uninterruptible sleep is assumed to wait for a file unless the kernel reports
         something more specific.
         """
         waits = self.newest.waits
-        if self.process.last.state == _UNINTERRUPTIBLE and waits in ("", "device"):
+        if self.process.newest.state == _UNINTERRUPTIBLE and waits in ("", "device"):
             return "file"
         return waits
 
@@ -211,7 +212,7 @@ class _BlamedThread:
         """Whether the thread, or a native thread that it waits for, lacks a CPU to run on.
 
         A waiting thread also waits for a CPU each time it wakes up, so the thread must also have
-        been found ready to run in most of the looks.
+        been found ready to run in most of the samples.
         """
         running = self._was_running
         if len(running) > 1 and all(running):
@@ -220,21 +221,23 @@ class _BlamedThread:
             return False
         tids = [self.newest.tid]
         if self._waits_for_native_threads:
-            tids += [thread.tid for thread in self.process.last.native_threads]
+            tids += [thread.tid for thread in self.process.newest.native_threads]
         return any(self.process.cpu_wait_share_of(tid) >= _WAITING_FOR_CPU_SHARE for tid in tids)
 
     @property
     def _was_running(self) -> list[bool]:
-        """For each look, whether the thread, or a native thread that it waits for, could run.
+        """For each sample, whether the thread, or a native thread that it waits for, could run.
 
         Looks at which the kernel reported nothing are omitted.
         """
         if not self._waits_for_native_threads:
-            return [look.waits == "running" for look in self.looks if look.waits]
+            return [sample.waits == "running" for sample in self.samples if sample.waits]
         return [
-            any(thread.waits == "running" for thread in (look.main, *look.native_threads))
-            for look in self.process.looks
-            if look.main.waits
+            any(
+                thread.waits == "running" for thread in (sample.main_thread, *sample.native_threads)
+            )
+            for sample in self.process.samples
+            if sample.main_thread.waits
         ]
 
     @property
@@ -243,16 +246,16 @@ class _BlamedThread:
 
         Other native threads do not count, because they may poll: Gloo's wakes up every 10 ms.
         """
-        return self.newest.main and self.waits == "openmp"
+        return self.newest.is_main and self.waits == "openmp"
 
     @property
     def holds_interpreter_lock(self) -> bool:
-        """Whether the thread held the GIL at every look.
+        """Whether the thread held the GIL in every sample.
 
-        A thread that waits in Python code would have released the GIL. At least two looks are
+        A thread that waits in Python code would have released the GIL. At least two samples are
         needed.
         """
-        observations = [look.holds_gil for look in self.looks if look.holds_gil is not None]
+        observations = [sample.holds_gil for sample in self.samples if sample.holds_gil is not None]
         return len(observations) > 1 and all(observations)
 
     @cached_property
@@ -275,7 +278,7 @@ class _BlamedThread:
                 # The next frames were called from different lines, so the stacks have no deeper
                 # frame in common.
                 break
-        return common if common is not None else user_frame(newest)
+        return common if common is not None else frame_to_show(newest)
 
 
 def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
@@ -334,8 +337,8 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
 def _may_loop_on_one_line(thread: _BlamedThread) -> bool:
     """Return whether a thread whose native stack is unknown is in a Python loop on a single line.
 
-    Such a line contains a loop, or the thread holds the GIL at every look. A built-in function that
-    does not release the GIL cannot be distinguished from a loop.
+    Such a line contains a loop, or the thread holds the GIL in every sample. A built-in function
+    that does not release the GIL cannot be distinguished from a loop.
     """
     if thread.process.native is not None:
         return False
@@ -376,7 +379,7 @@ def _looping(thread: _BlamedThread) -> ProcessHang:
     """Classify the hang of a thread that loops in Python code without calling torch."""
     activity = "is in a loop"
     certainty: Certainty = "a guess"
-    frames = [user_frame(stack) for stack in thread.stacks]
+    frames = [frame_to_show(stack) for stack in thread.stacks]
     functions = {(frame.file, frame.function) for frame in frames if frame is not None}
     if len(functions) == 1:
         certainty = "likely"
@@ -437,12 +440,12 @@ def _blocked(thread: _BlamedThread) -> ProcessHang:
     """Classify the hang of a thread that waits and does no work."""
     way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
-    if not thread.newest.main:
+    if not thread.newest.is_main:
         where = f" (in its thread {clean(thread.newest.name) or thread.newest.tid})"
     return ProcessHang(
         kind=way.kind,
         certainty=way.certainty,
-        frame=user_frame(thread.newest.frames),
+        frame=frame_to_show(thread.newest.frames),
         activity=way.activity + where,
     )
 
@@ -460,10 +463,10 @@ class _WayOfWaiting:
     # Condition: user code has called a function in a file that matches this pattern.
     calls: re.Pattern[str] | None = None
     # Condition: the kernel reports that the thread waits for this.
-    waits: Waits | None = None
+    waits: WaitKind | None = None
     # Condition: the kernel does not report that the thread waits for this.
-    waits_not: Waits | None = None
-    # Condition: the thread held the GIL at every look.
+    waits_not: WaitKind | None = None
+    # Condition: the thread held the GIL in every sample.
     holds_interpreter_lock: bool = False
     # Condition: the process uses a GPU.
     uses_gpu: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.evidence import Examined, clean
+from holdfast.explain.hangs.process_samples import ExaminedProcess, clean
 
 # Each of these patterns is searched for in the file of a frame.
 TORCH = re.compile(
@@ -74,7 +74,7 @@ def frames_since_fork(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def user_frame(frames: Sequence[Frame]) -> Frame | None:
+def frame_to_show(frames: Sequence[Frame]) -> Frame | None:
     """Return the frame of a stack that is most useful to the user.
 
     Returns:
@@ -104,14 +104,14 @@ def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def shortened(frame: Frame) -> str:
+def short_place(frame: Frame) -> str:
     """Return a frame as text without its directory, such as ``"model.py:12 in forward"``."""
     return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
 
 
-def is_idle_worker(process: Examined) -> bool:
+def is_idle_worker(process: ExaminedProcess) -> bool:
     """Return whether a process is a loader worker that is waiting for work."""
-    frames = frames_since_fork(process.last.main.frames)
+    frames = frames_since_fork(process.newest.main_thread.frames)
     if not is_in_worker_loop(frames) or _makes_a_batch(frames):
         return False
     return _IDLE_WORKER.search(frames[-1].file) is not None
@@ -122,9 +122,9 @@ def is_in_worker_loop(frames: Sequence[Frame]) -> bool:
     return any("_worker_loop" in frame.function for frame in frames)
 
 
-def waits_for_workers(process: Examined) -> bool:
+def waits_for_workers(process: ExaminedProcess) -> bool:
     """Return whether a process waits for a batch that a loader worker is to deliver."""
-    frames = process.last.main.frames
+    frames = process.newest.main_thread.frames
     if not frames:
         return process.phase in _PHASES_OF_WAITING
     called = called_by_user(frames)
@@ -140,26 +140,26 @@ def _makes_a_batch(frames: Sequence[Frame]) -> bool:
     return any(_FETCH.search(f"{frame.file}:{frame.function}") for frame in frames)
 
 
-def has_own_loader(process: Examined) -> bool:
+def uses_holdfast_loader(process: ExaminedProcess) -> bool:
     """Return whether the main thread is in the code of holdfast's loader, not torch's."""
-    return any("/holdfast/loader/" in frame.file for frame in process.last.main.frames)
+    return any("/holdfast/loader/" in frame.file for frame in process.newest.main_thread.frames)
 
 
-def is_in_backward(process: Examined) -> bool:
+def is_in_backward(process: ExaminedProcess) -> bool:
     """Return whether the main thread is in a backward pass.
 
     DDP averages gradients in the backward pass, so a process can wait in a collective that the
     user's code does not call.
     """
-    return any_file_matches(BACKWARD, called_by_user(process.last.main.frames))
+    return any_file_matches(BACKWARD, called_by_user(process.newest.main_thread.frames))
 
 
-def call_of_guard(process: Examined) -> str | None:
+def find_guard_call(process: ExaminedProcess) -> str | None:
     """Return the Guard call in which a process waits for other ranks, or None if there is none.
 
     An example of a returned call is ``"guard.validated"``.
     """
-    called = called_by_user(process.last.main.frames)
+    called = called_by_user(process.newest.main_thread.frames)
     if not any_file_matches(_GUARD_WAIT, called):
         return None
     for frame in called:
@@ -170,12 +170,12 @@ def call_of_guard(process: Examined) -> str | None:
     return "a guard call"
 
 
-def collective_called(process: Examined) -> str | None:
+def find_collective_call(process: ExaminedProcess) -> str | None:
     """Return the name of the ``torch.distributed`` function that user code called, or None.
 
     An example of a returned name is ``"barrier"``.
     """
-    for frame in called_by_user(process.last.main.frames):
+    for frame in called_by_user(process.newest.main_thread.frames):
         if _C10D_WRAPPER.search(frame.file):
             continue
         if frame.file.endswith("/torch/distributed/distributed_c10d.py"):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from holdfast.explain.logs.keeping import LogLine
+from holdfast.explain.logs.excerpt import LogLine
 from holdfast.explain.logs.progress import is_progress_bar
 
 _MAX_CHARACTERS = 8_192
@@ -212,13 +212,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
         text = text[printed_by.end() :]
     rank: int | None = None
     seconds: float | None = None
-    for _ in range(_MAX_PREFIXES):
-        # An indented line continues a message and has no prefix.
-        if not text or (text[0] in " \t" and not labelled):
-            break
-        prefix = _find_prefix(text, labelled=labelled)
-        if prefix is None:
-            break
+    for prefix in _prefixes(text, labelled=labelled):
         if prefix.rank is not None and (rank is None or prefix.rank_is_certain):
             rank = prefix.rank
         if seconds is None:
@@ -230,6 +224,19 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
         return CleanLine(number, shown, shown, rank, seconds)
     level = _GLOG_LEVELS.get(named[1], named[1])
     return CleanLine(number, shown[named.end() :], shown, rank, seconds, level)
+
+
+def _prefixes(text: str, *, labelled: bool) -> Iterator[_Prefix]:
+    """Yield the prefixes with a rank or a time at the beginning of a line, in order."""
+    for _ in range(_MAX_PREFIXES):
+        # An indented line continues a message and has no prefix.
+        if not text or (text[0] in " \t" and not labelled):
+            return
+        prefix = _find_prefix(text, labelled=labelled)
+        if prefix is None:
+            return
+        yield prefix
+        text = text[prefix.length :]
 
 
 def _find_prefix(text: str, *, labelled: bool) -> _Prefix | None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from holdfast.explain.evidence import Ending, Statement
-from holdfast.explain.logs.keeping import relevant_lines
+from holdfast.explain.logs.excerpt import find_lines_with_error_words
 from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import ProgressIndex, is_progress_bar, is_sign_of_life
-from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.quick_pattern import QuickPattern
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -114,13 +114,13 @@ class _Passage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Fate:
-    """Whether a process survived an exception, expressed as fields of a `Statement`."""
+class _Outcome:
+    """Whether a process survived an exception, in the fields of a `Statement`."""
 
     fatal: bool | None
     logged: bool
-    overtaken: bool = False
-    last: bool = False
+    followed_by_progress: bool = False
+    ends_output: bool = False
 
 
 class _ProcessReader:
@@ -137,7 +137,9 @@ class _ProcessReader:
         texts = [line.text for line in self._lines]
         self._progress = ProgressIndex(texts)
         self._relevant = (
-            set(range(len(texts))) if context.every_line_counts else relevant_lines(texts)
+            set(range(len(texts)))
+            if context.every_line_counts
+            else find_lines_with_error_words(texts)
         )
         # The index of the last line that shows that the run continued, or -1 if there is none.
         self._newest_sign = next(
@@ -160,7 +162,8 @@ class _ProcessReader:
             if passage.statements and passage.statements[0].kind == "exception":
                 if newest is not None and self._resumed_between(index_after_newest, index):
                     newest.statements[:] = [
-                        replace(statement, resumed=True) for statement in newest.statements
+                        replace(statement, continued_before_next=True)
+                        for statement in newest.statements
                     ]
                 newest = passage
                 position = passage.statements[-1].position
@@ -323,7 +326,7 @@ class _ProcessReader:
             first: The index of the first line of the traceback.
             next_index: The index of the line after the exception's message.
         """
-        fate = self._fate_after(raised, first, next_index)
+        outcome = self._judge_outcome(raised, first, next_index)
         return [
             Statement(
                 text=exception.message[:_MAX_MESSAGE_CHARACTERS],
@@ -334,17 +337,17 @@ class _ProcessReader:
                 position=raised.number,
                 unix_seconds=exception.unix_seconds,
                 rank=self._lines[first].rank,
-                fatal=fate.fatal,
-                cause=exception is not raised,
-                replaces_cause=_was_raised_on_purpose(exception),
-                logged=fate.logged,
-                overtaken=fate.overtaken,
-                last=fate.last,
+                fatal=outcome.fatal,
+                led_to_another=exception is not raised,
+                replaces_previous=_was_raised_on_purpose(exception),
+                logged=outcome.logged,
+                followed_by_progress=outcome.followed_by_progress,
+                ends_output=outcome.ends_output,
             )
             for exception in raised.from_the_root()
         ]
 
-    def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
+    def _judge_outcome(self, raised: Raised, first: int, next_index: int) -> _Outcome:
         """Return whether the process survived an exception, judging by the lines after it.
 
         Args:
@@ -354,7 +357,7 @@ class _ProcessReader:
         """
         logged = self._is_logged(first)
         if self._is_said_to_be_caught(first):
-            return _Fate(fatal=False, logged=logged)
+            return _Outcome(fatal=False, logged=logged)
 
         left_main_module = bool(raised.frames) and raised.frames[0].function == "<module>"
         looks_uncaught = left_main_module and not logged
@@ -367,10 +370,16 @@ class _ProcessReader:
             progress = self._progress.count_after(next_index - 1)
             # Code that logs an exception has caught it, so a single line of progress suffices.
             if progress >= (1 if logged else _PROGRESS_OF_SURVIVOR):
-                overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
-                return _Fate(fatal=False, logged=logged, overtaken=overtaken)
+                followed_by_progress = looks_uncaught and self._progress_may_be_buffered(
+                    first, progress
+                )
+                return _Outcome(
+                    fatal=False, logged=logged, followed_by_progress=followed_by_progress
+                )
         no_sign_of_life = only_end_follows or class_index > self._newest_sign
-        return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and no_sign_of_life)
+        return _Outcome(
+            fatal=None, logged=logged, ends_output=bool(raised.frames) and no_sign_of_life
+        )
 
     def _progress_may_be_buffered(self, first: int, progress: int) -> bool:
         """Return whether progress lines after an exception may have been delayed in a buffer.

@@ -1,16 +1,17 @@
-"""Recognize lines that show that a training run continues or is done, and extract printed losses.
+"""Recognize lines that show that a training run continues.
 
 Progress is recognized by words such as "epoch", or by lines that recur with different numbers.
+``completion`` recognizes that a run is done, which counts as progress too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from holdfast.explain.logs.keeping import is_relevant
-from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.completion import says_done
+from holdfast.explain.logs.excerpt import has_error_word
+from holdfast.explain.logs.quick_pattern import QuickPattern
 
 # All patterns limit the number of digits. Otherwise, searching a long line of digits would take
 # quadratic time.
@@ -31,24 +32,6 @@ _NO_PROGRESS = QuickPattern(
     r"wandb:|\b(?:error|exception|fail|abort|nan\b"
     r"|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
 )
-_DONE = QuickPattern(
-    r"\b(?:training|run|fit|job|experiment|fine-?tuning|all epochs|[\w-]{1,60}\.(?:sh|py))\b"
-    r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
-    r"\b(?:finished|completed?|done|ended well)\b"
-    r"|\b(?:finished|completed) (?:the )?(?:training|fine-?tuning|run)\b"
-    r"|\b\d{1,7} epochs completed in \d"  # Ultralytics
-    r"|`Trainer\.fit` stopped: `max_|'train_runtime':"
-    r"|^\W*(?:done|finished)\W*$|\bsaved (?:the )?final\b"
-    r"|\bfinal (?:(?:test|eval\w*|validation|val) ?_?)?(?:acc\w*|metrics?|results?|scores?)\b"
-    r"|\bexit (?:code|status)\W{1,3}0\b"
-)
-_STOPPED_EARLY = QuickPattern(r"\btraining (?:finished|stopped|ended)\b.{0,60}\bearly stop")
-
-_NOT_DONE = QuickPattern(
-    r"\b(?:not|never|false|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|died|oom|nan"
-    r"|diverged|warm-?up|pre-?process\w*)\b"
-    r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])"
-)
 _SAVED = QuickPattern(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b")
 # Experiment trackers save their logs even after a failure.
 _LOGS_SAVED = QuickPattern(
@@ -64,32 +47,9 @@ _FRAME = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
 _MAX_TEMPLATE_CHARACTERS = 300
 # If a line template occurs this often before a statement, a line with the same template after the
 # statement shows progress.
-_RECURRENCES = 3
+_MIN_RECURRENCES = 3
 # How many lines after a statement are checked for recurring templates.
 _LINES_AFTER = 400
-
-# A printed NaN or infinity. Lightning's progress bar prints NaN as "nan.0".
-_NOT_FINITE = r"(?:nan|inf(?:inity)?)(?:\.0)?"
-_EXPONENT = r"(?:e[-+]?\d{1,4})?"
-_VALUE_TEXT = (
-    rf"(?:{_NOT_FINITE}"
-    rf"|\d{{1,30}}(?:\.\d{{0,30}})?{_EXPONENT}"
-    rf"|\.\d{{1,30}}{_EXPONENT})"
-    r"(?![\w.])"
-)
-_VALUE = rf"['\"]?\)?\s{{0,8}}(?:[:=|]|is)?\s{{0,8}}(?:tensor\()?([-+]?{_VALUE_TEXT})"
-_LOSS = re.compile(rf"([\w/.-]{{0,60}}?loss(?:es)?){_VALUE}", re.IGNORECASE)
-_NORM = re.compile(rf"([\w/.-]{{0,60}}?grad(?:ient)?[_ -]?norm){_VALUE}", re.IGNORECASE)
-_PLAIN_LOSS = re.compile(r"(?:train(?:ing)?[_/.-]?)?loss", re.IGNORECASE)
-_EVALUATION = re.compile(
-    r"(?:^|[^a-z])(?:val(?:id(?:at(?:ion|ing))?)?|eval(?:uat(?:ion|ing))?|test(?:ing)?|dev)(?![a-z])",
-    re.IGNORECASE,
-)
-
-
-def names_an_evaluation(name: str) -> bool:
-    """Return whether the name of a metric says that it was computed in an evaluation."""
-    return _EVALUATION.search(name) is not None
 
 
 def is_progress_bar(text: str) -> bool:
@@ -100,14 +60,6 @@ def is_progress_bar(text: str) -> bool:
 def _has_moved(text: str) -> bool:
     """Return False if a line contains a single progress bar, which is still at 0 %."""
     return _BAR_AT_ZERO.fullmatch(text) is None
-
-
-def says_done(text: str) -> bool:
-    """Return whether a line says that training is done."""
-    lowered = text.lower()
-    if _STOPPED_EARLY.search(text, lowered) is not None:
-        return True
-    return _DONE.search(text, lowered) is not None and _NOT_DONE.search(text, lowered) is None
 
 
 def is_progress(text: str) -> bool:
@@ -147,7 +99,7 @@ class ProgressIndex:
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
         self._templates = _line_templates(texts)
-        # For each recurring template, the index of the line with its `_RECURRENCES`-th occurrence.
+        # For each recurring template, the index of its occurrence with number `_MIN_RECURRENCES`.
         self._recurring_since = _recurring_templates(self._templates)
         # For each index, how many lines from this index to the end show progress by their words.
         # Two extra entries make the indices after the last line valid.
@@ -207,7 +159,7 @@ def _line_templates(texts: Sequence[str]) -> list[str]:
         if not is_frame and not follows_frame:
             template = _NUMBER.sub(_NUMBER_MARK, text[:_MAX_TEMPLATE_CHARACTERS]).strip()
         if template not in may_show_progress:
-            may_show_progress[template] = _NUMBER_MARK in template and not is_relevant(
+            may_show_progress[template] = _NUMBER_MARK in template and not has_error_word(
                 _ERROR_METRIC.sub("", template)
             )
         templates.append(template if may_show_progress[template] else "")
@@ -216,68 +168,13 @@ def _line_templates(texts: Sequence[str]) -> list[str]:
 
 
 def _recurring_templates(templates: Sequence[str]) -> dict[str, int]:
-    """Return the index of the `_RECURRENCES`-th occurrence of each recurring template."""
+    """Return the index of the `_MIN_RECURRENCES`-th occurrence of each recurring template."""
     times: dict[str, int] = {}
     recurring_since = {}
     for index, template in enumerate(templates):
         if not template:
             continue
         times[template] = times.get(template, 0) + 1
-        if times[template] == _RECURRENCES:
+        if times[template] == _MIN_RECURRENCES:
             recurring_since[template] = index
     return recurring_since
-
-
-class _PrintedValue(NamedTuple):
-    name: str
-    line_number: int
-    value: float
-
-
-def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
-    """Return the line number and value of each printed training loss, oldest first.
-
-    If there are losses with a plain name such as ``loss`` or ``train_loss``, only these are
-    returned, because other losses are probably components of the plain loss.
-
-    Args:
-        lines: The line number and the text of each line.
-    """
-    losses = list(_printed_values(lines, _LOSS, "loss"))
-    plain = [loss for loss in losses if _PLAIN_LOSS.fullmatch(loss.name)]
-    return tuple((loss.line_number, loss.value) for loss in plain or losses)
-
-
-def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
-    """Return the line number and value of each printed gradient norm, oldest first.
-
-    Args:
-        lines: The line number and the text of each line.
-    """
-    return tuple((norm.line_number, norm.value) for norm in _printed_values(lines, _NORM, "norm"))
-
-
-def _printed_values(
-    lines: Sequence[tuple[int, str]], pattern: re.Pattern[str], word: str
-) -> Iterator[_PrintedValue]:
-    """Yield the values that a pattern finds, except values that were computed in an evaluation.
-
-    Args:
-        lines: The line number and the text of each line.
-        pattern: A pattern with two groups: the name of the value and the value.
-        word: A word in lower case that every match contains. For speed, the pattern is not searched
-            for in lines without this word.
-    """
-    for number, text in lines:
-        if word not in text.lower():
-            continue
-        end_of_previous = 0
-        for match in pattern.finditer(text):
-            if not _EVALUATION.search(text, end_of_previous, match.end(1)):
-                yield _PrintedValue(match[1], number, _as_float(match[2]))
-            end_of_previous = match.end()
-
-
-def _as_float(text: str) -> float:
-    """Convert a printed number to a float, ignoring a ``.0`` after a non-finite value."""
-    return float(re.sub(r"([nfy])\.0$", r"\1", text))

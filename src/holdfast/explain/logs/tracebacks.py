@@ -452,11 +452,10 @@ class TracebackReader:
         index = start
         while index < len(self._text):
             text = self._text[index]
-            if _CUT_FRAME.match(text) and index + 1 < len(self._text):
-                joined = text + self._text[index + 1]
-                if _FRAME.match(joined):
-                    text = joined
-                    index += 1
+            joined = self._joined_frame(index)
+            if joined:
+                text = joined
+                index += 1
             match = _FRAME.match(text)
             # A traceback that was pasted may have an empty line after the first frame.
             is_gap = bool(frames) and not text.strip() and index == start + 1
@@ -470,6 +469,14 @@ class TracebackReader:
                 break
             index += 1
         return _without_middle(frames), index
+
+    def _joined_frame(self, index: int) -> str:
+        """Return a frame that another writer's line break has cut in two; empty if it is whole."""
+        text = self._text[index]
+        if not _CUT_FRAME.match(text) or index + 1 >= len(self._text):
+            return ""
+        joined = text + self._text[index + 1]
+        return joined if _FRAME.match(joined) else ""
 
     def _rich_frames(self, start: int) -> tuple[tuple[Frame, ...], int]:
         """Return the frames in a box drawn by rich, and the index of the line after the box."""

@@ -42,7 +42,7 @@ def read_into(path: Path, record: Record) -> None:
         try:
             names = [name.strip() for name in next(rows, [])]
             sample = list(islice(rows, _LINES_OF_SAMPLE))
-            _check(names, sample)
+            _check_is_table(names, sample)
             column = _step_column(names)
             if column is None:
                 record.unit = "line"
@@ -53,7 +53,7 @@ def read_into(path: Path, record: Record) -> None:
             raise DamagedError(f"a line that is not CSV ({error})") from error
 
 
-def _check(names: Sequence[str], sample: Sequence[Sequence[str]]) -> None:
+def _check_is_table(names: Sequence[str], sample: Sequence[Sequence[str]]) -> None:
     """Check that a file looks like a table of metrics.
 
     Raises:

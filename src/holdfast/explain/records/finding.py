@@ -20,11 +20,11 @@ Format: TypeAlias = Literal["trainer_state", "tensorboard", "wandb", "csv"]
 TRAINER_STATE = "trainer_state.json"
 # The file of Lightning's CSVLogger, and that of Ultralytics.
 _CSV_NAMES = ("metrics.csv", "results.csv")
-_OF_CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
+_CHECKPOINT_FOLDER = re.compile(r"checkpoint-(\d{1,12})")
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d{1,15})\.")
 # The files that W&B writes beside the history.
 _WANDB_FILES = ("files/wandb-summary.json", "files/output.log")
-_BEGINNING = 4096
+_SNIFFED_CHARACTERS = 4096
 # How deep below a directory its records are searched, such as in `runs/Nov30_host`, and how many
 # entries are looked at.
 _MAX_DEPTH = 2
@@ -104,7 +104,7 @@ def _record_in_file(path: Path) -> RecordFiles | None:
 
 def _has_log_history(path: Path) -> bool:
     with path.open(encoding="utf-8", errors="replace") as file:
-        return holds_log_history(file.read(_BEGINNING))
+        return holds_log_history(file.read(_SNIFFED_CHARACTERS))
 
 
 def _record_in_directory(directory: Path) -> RecordFiles | None:
@@ -118,7 +118,7 @@ def _record_in_directory(directory: Path) -> RecordFiles | None:
         table = directory / name
         if table.is_file():
             return RecordFiles(path=table, format="csv", files=(table,))
-    events = sorted(directory.glob("*.tfevents.*"), key=_begin_of_event_file)
+    events = sorted(directory.glob("*.tfevents.*"), key=_start_of_event_file)
     if events:
         return RecordFiles(path=directory, format="tensorboard", files=tuple(events))
     histories = sorted(directory.glob("*.wandb"))
@@ -131,13 +131,13 @@ def _newest_state_of_checkpoints(directory: Path) -> Path | None:
     """Return the state in the newest ``checkpoint-N`` of a Trainer's output directory."""
     states = []
     for state in directory.glob(f"checkpoint-*/{TRAINER_STATE}"):
-        match = _OF_CHECKPOINT.fullmatch(state.parent.name)
+        match = _CHECKPOINT_FOLDER.fullmatch(state.parent.name)
         if match is not None:
             states.append((int(match[1]), state))
     return max(states, default=(0, None))[1]
 
 
-def _begin_of_event_file(path: Path) -> tuple[int, str]:
+def _start_of_event_file(path: Path) -> tuple[int, str]:
     """Return the key that sorts event files by the time at which they were begun."""
     match = _EVENT_FILE.search(path.name)
     return (int(match[1]) if match is not None else 0, path.name)
@@ -146,10 +146,10 @@ def _begin_of_event_file(path: Path) -> tuple[int, str]:
 def _records_below(directory: Path) -> Iterable[RecordFiles]:
     """Yield the records in the subdirectories of a directory, without those inside another one."""
     pending = [(child, 1) for child in _subdirectories(directory)]
-    looked_at = 0
-    while pending and looked_at < _MAX_ENTRIES:
+    examined = 0
+    while pending and examined < _MAX_ENTRIES:
         child, depth = pending.pop(0)
-        looked_at += 1
+        examined += 1
         with suppress(OSError):
             if holds_recordings(child):
                 # What its script logged belongs to a run that holdfast itself can explain.

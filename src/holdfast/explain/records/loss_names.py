@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.explain.logs.progress import names_an_evaluation
+from holdfast.explain.logs.printed_values import names_an_evaluation
 
 # Names that can only mean the training loss, the most usual first.
 _PLAIN_NAMES = (
@@ -45,13 +45,13 @@ class ChosenLoss:
     """The series that is judged.
 
     Attributes:
-        name: Its name.
-        of: "training", or "evaluation" if the record has no other loss.
+        name: The name under which it was logged.
+        kind: "training", or "evaluation" if the record has no other loss.
         others: The other losses that could have been meant.
     """
 
     name: str
-    of: Literal["training", "evaluation"]
+    kind: Literal["training", "evaluation"]
     others: tuple[str, ...] = ()
 
     @property
@@ -69,7 +69,7 @@ def choose_loss(names: Sequence[str]) -> ChosenLoss | None:
     for plain in _PLAIN_NAMES:
         for name in names:
             if name.lower() == plain:
-                return ChosenLoss(name=name, of="training")
+                return ChosenLoss(name=name, kind="training")
     losses = [name for name in names if _LOSS.search(name)]
     of_training = [name for name in losses if not names_an_evaluation(name)]
     candidates = of_training or losses
@@ -87,7 +87,7 @@ def choose_loss(names: Sequence[str]) -> ChosenLoss | None:
     )
     return ChosenLoss(
         name=ordered[0],
-        of="training" if of_training else "evaluation",
+        kind="training" if of_training else "evaluation",
         others=tuple(ordered[1:]),
     )
 

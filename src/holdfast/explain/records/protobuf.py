@@ -20,7 +20,7 @@ _FIXED32 = 5
 _MAX_VARINT_BYTES = 10
 
 
-def fields_of(message: bytes) -> Iterator[Field]:
+def parse_fields(message: bytes) -> Iterator[Field]:
     """Yield the fields of a message in the order in which they are stored.
 
     Raises:
@@ -50,7 +50,7 @@ def fields_of(message: bytes) -> Iterator[Field]:
         position = end
 
 
-def signed(varint: int) -> int:
+def as_signed(varint: int) -> int:
     """Return a varint that encodes an ``int64``, which may be negative."""
     return varint - 2**64 if varint >= 2**63 else varint
 

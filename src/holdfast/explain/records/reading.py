@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.files import read_file
-from holdfast.explain.logs.text import read_log
+from holdfast.explain.logs.log_text import read_log
 from holdfast.explain.records import csv_table, tensorboard, trainer_state, wandb_run
 from holdfast.explain.records.damage import DamagedError
 from holdfast.explain.records.finding import Format, RecordFiles
@@ -31,30 +31,30 @@ _SUMMARY = "files/wandb-summary.json"
 _OUTPUT = "files/output.log"
 
 
-def read_record(found: RecordFiles) -> Record:
+def read_record(source: RecordFiles) -> Record:
     """Return the metrics in the files of a record.
 
     Raises:
         RunDirectoryError: H733 if a file cannot be read, is damaged or holds no numbers.
     """
-    record = Record(path=found.path, tool=_TOOLS[found.format], file=found.path.name)
-    path = found.path
+    record = Record(path=source.path, tool=_TOOLS[source.format], file=source.path.name)
+    path = source.path
     try:
-        for path in found.files:
+        for path in source.files:
             record.file = path.name
-            if len(found.files) > 1:
+            if len(source.files) > 1:
                 record.begin_file()
-            _READERS[found.format](path, record)
-        if not record.series and found.format == "wandb" and found.path.is_dir():
-            _read_output_of_wandb(found.path, record)
+            _READERS[source.format](path, record)
+        if not record.series and source.format == "wandb" and source.path.is_dir():
+            _read_output_of_wandb(source.path, record)
     except DamagedError as error:
         raise _unusable_error(path, str(error)) from error
     except OSError as error:
         raise unreadable_error(path, error) from error
     if not record.series:
         raise _unusable_error(path, "no numbers")
-    if len(found.files) > 1:
-        record.file = f"{len(found.files)} event files"
+    if len(source.files) > 1:
+        record.file = f"{len(source.files)} event files"
     return record
 
 

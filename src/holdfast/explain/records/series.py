@@ -24,7 +24,7 @@ class SeriesPoint(NamedTuple):
         mean: The mean of the finite values; 0 if no value is finite.
         high: The largest finite value; -inf if no value is finite.
         finite: The number of finite values.
-        odd: The number of values that are NaN or infinite.
+        nonfinite: The number of values that are NaN or infinite.
     """
 
     step: int
@@ -32,7 +32,7 @@ class SeriesPoint(NamedTuple):
     mean: float
     high: float
     finite: int
-    odd: int
+    nonfinite: int
 
 
 class SeriesEnd(NamedTuple):
@@ -109,18 +109,18 @@ class Series:
         values = self._new_values
         if not values:
             return
-        self._end = _end_with(self._end, steps, values)
+        self._end = _extend_end(self._end, steps, values)
         size = self._values_per_point
         for start in range(0, len(values), size):
-            self._points.append(_point_of(int(steps[start]), values[start : start + size]))
+            self._points.append(_make_point(int(steps[start]), values[start : start + size]))
         self._new_steps = array("d")
         self._new_values = array("d")
         while len(self._points) > _MAX_POINTS:
-            self._points = list(_merged_in_pairs(self._points))
+            self._points = list(_merge_in_pairs(self._points))
             self._values_per_point *= 2
 
 
-def _end_with(end: SeriesEnd, steps: Sequence[float], values: Sequence[float]) -> SeriesEnd:
+def _extend_end(end: SeriesEnd, steps: Sequence[float], values: Sequence[float]) -> SeriesEnd:
     """Return the end of a series to which values were added.
 
     Args:
@@ -146,28 +146,30 @@ def _end_with(end: SeriesEnd, steps: Sequence[float], values: Sequence[float]) -
     )
 
 
-def _point_of(step: int, values: Sequence[float]) -> SeriesPoint:
+def _make_point(step: int, values: Sequence[float]) -> SeriesPoint:
     """Return the point for consecutive values, the first of which was logged at `step`."""
     finite = [value for value in values if math.isfinite(value)]
-    odd = len(values) - len(finite)
+    nonfinite = len(values) - len(finite)
     if not finite:
-        return SeriesPoint(step, low=math.inf, mean=0.0, high=-math.inf, finite=0, odd=odd)
+        return SeriesPoint(
+            step, low=math.inf, mean=0.0, high=-math.inf, finite=0, nonfinite=nonfinite
+        )
     mean = sum(finite) / len(finite)
     if not math.isfinite(mean):
         # The sum of large losses is infinite, but their mean is not.
         mean = sum(value / len(finite) for value in finite)
-    return SeriesPoint(step, min(finite), mean, max(finite), len(finite), odd)
+    return SeriesPoint(step, min(finite), mean, max(finite), len(finite), nonfinite)
 
 
-def _merged_in_pairs(points: Sequence[SeriesPoint]) -> Iterator[SeriesPoint]:
+def _merge_in_pairs(points: Sequence[SeriesPoint]) -> Iterator[SeriesPoint]:
     """Yield one point for every two consecutive points."""
     for index in range(0, len(points) - 1, 2):
-        yield _merged(points[index], points[index + 1])
+        yield _merge_points(points[index], points[index + 1])
     if len(points) % 2:
         yield points[-1]
 
 
-def _merged(first: SeriesPoint, second: SeriesPoint) -> SeriesPoint:
+def _merge_points(first: SeriesPoint, second: SeriesPoint) -> SeriesPoint:
     finite = first.finite + second.finite
     mean = 0.0
     if finite:
@@ -179,5 +181,5 @@ def _merged(first: SeriesPoint, second: SeriesPoint) -> SeriesPoint:
         mean=mean,
         high=max(first.high, second.high),
         finite=finite,
-        odd=first.odd + second.odd,
+        nonfinite=first.nonfinite + second.nonfinite,
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.explain.records.damage import DamagedError
-from holdfast.explain.records.protobuf import fields_of, signed
+from holdfast.explain.records.protobuf import as_signed, parse_fields
 from holdfast.explain.records.record import Record
 
 _HEADER = struct.Struct("<QI")
@@ -82,12 +82,12 @@ def _scalars(event: bytes) -> Iterator[tuple[str, int, float]]:
     """Yield the tag, the step and the value of each scalar in an ``Event``."""
     step = 0
     summary = b""
-    for number, content in fields_of(event):
+    for number, content in parse_fields(event):
         if number == 2 and isinstance(content, int):
-            step = signed(content)
+            step = as_signed(content)
         elif number == 5 and isinstance(content, bytes):
             summary = content
-    for number, content in fields_of(summary):
+    for number, content in parse_fields(summary):
         if number == 1 and isinstance(content, bytes):
             tag, value = _tag_and_value(content)
             if value is not None:
@@ -98,7 +98,7 @@ def _tag_and_value(message: bytes) -> tuple[str, float | None]:
     """Return the tag of a ``Value`` and its scalar, or None if it is an image or a histogram."""
     tag = ""
     value: float | None = None
-    for number, content in fields_of(message):
+    for number, content in parse_fields(message):
         if not isinstance(content, bytes):
             continue
         if number == 1:
@@ -114,7 +114,7 @@ def _value_of_tensor(tensor: bytes) -> float | None:
     """Return the value of a tensor that holds a single float or double, otherwise None."""
     kind = None
     contents = b""
-    for number, content in fields_of(tensor):
+    for number, content in parse_fields(tensor):
         if number == 1 and isinstance(content, int):
             kind = _TYPES.get(content)
         elif number in (4, 5, 6) and isinstance(content, bytes):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.explain.records.damage import DamagedError
-from holdfast.explain.records.protobuf import fields_of, signed
+from holdfast.explain.records.protobuf import as_signed, parse_fields
 from holdfast.explain.records.record import Record
 
 _HEADER_BYTES = 7
@@ -60,7 +60,7 @@ def read_into(path: Path, record: Record) -> None:
             raise DamagedError("no header of a W&B file")
         try:
             for message in _records(file):
-                for number, content in fields_of(message):
+                for number, content in parse_fields(message):
                     if number == 2 and isinstance(content, bytes):
                         _add_numbers(content, record)
                 count += 1
@@ -108,13 +108,13 @@ def _add_numbers(history: bytes, record: Record) -> None:
     """Add the numbers of a ``HistoryRecord`` to a record, except those that W&B adds itself."""
     step = 0
     numbers: dict[str, float] = {}
-    for number, content in fields_of(history):
+    for number, content in parse_fields(history):
         if not isinstance(content, bytes):
             continue
         if number == 1:
-            numbers.update(_item(content))
+            numbers.update(_parse_item(content))
         elif number == 2:
-            step = _step(content)
+            step = _parse_step(content)
     own_step = numbers.get("_step", math.nan)
     if math.isfinite(own_step):
         step = int(own_step)
@@ -125,11 +125,11 @@ def _add_numbers(history: bytes, record: Record) -> None:
             record.add(name, step, value)
 
 
-def _item(message: bytes) -> Iterator[tuple[str, float]]:
+def _parse_item(message: bytes) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of a ``HistoryItem``, if its value is a number."""
     names = []
     text = b""
-    for number, content in fields_of(message):
+    for number, content in parse_fields(message):
         if not isinstance(content, bytes):
             continue
         if number in (1, 2):
@@ -154,10 +154,10 @@ def _number_in_json(text: bytes) -> float | None:
     return float(value) if type(value) is int and abs(value) < _MAX_INT else None
 
 
-def _step(message: bytes) -> int:
-    for number, content in fields_of(message):
+def _parse_step(message: bytes) -> int:
+    for number, content in parse_fields(message):
         if number == 1 and isinstance(content, int):
-            return signed(content)
+            return as_signed(content)
     return 0
 
 

@@ -7,7 +7,7 @@ The entry point is `attempts.collect_attempt`, which handles an attempt of a sup
 modules interpret what was recorded:
 
 - ``supervision``: why an attempt was started, and how it ended
-- ``observed``: the attempt's processes
+- ``observed_process``: the attempt's processes
 - ``guard_records``: the remedies that Guards applied, and how the Guards ended
 - ``statements``: the exceptions
 - ``recorded_steps``: the losses, and the time spent waiting for data

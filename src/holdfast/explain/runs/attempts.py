@@ -13,41 +13,41 @@ from pathlib import Path
 from holdfast.core.events.event import Event
 from holdfast.core.files import open_to_read
 from holdfast.explain.evidence import (
+    Divergence,
     Ending,
     Evidence,
     Learning,
-    LostTraining,
     Statement,
     SupervisorLoss,
 )
-from holdfast.explain.flight.words import flight_of_attempt
-from holdfast.explain.logs.text import LogText, read_log
-from holdfast.explain.runs.divergence import find_lost_training, lost_from_output
-from holdfast.explain.runs.guard_records import already_tried, statements_of_guards
+from holdfast.explain.flight.judging import read_flight_of_attempt
+from holdfast.explain.logs.log_text import LogText, read_log
+from holdfast.explain.runs.divergence import find_printed_divergence, find_recorded_divergence
+from holdfast.explain.runs.guard_records import collect_guard_statements, describe_remedies
 from holdfast.explain.runs.learning import (
-    learning_from_output,
-    learning_of_run,
+    judge_learning_from_output,
+    judge_learning_of_run,
 )
-from holdfast.explain.runs.observed import ObservedProcess, ProcessExit, pids_that_died
+from holdfast.explain.runs.observed_process import ObservedProcess, ProcessExit, pids_that_died
 from holdfast.explain.runs.output_sections import SectionReader, find_section
 from holdfast.explain.runs.recorded_steps import (
     LossReading,
-    losses_of_guard,
-    losses_of_process,
-    newest_step_of_guard,
+    read_guard_losses,
+    read_newest_guard_step,
+    read_process_losses,
 )
 from holdfast.explain.runs.recordings import Recordings
 from holdfast.explain.runs.statements import (
-    exceptions_of_process,
+    collect_exceptions,
     is_same_exception,
     merge_statements,
 )
 from holdfast.explain.runs.supervision import (
     SupervisorRecord,
-    integer_of,
+    read_integer,
     read_supervisor_record,
 )
-from holdfast.explain.speed.reading import time_use
+from holdfast.explain.speed.reading import collect_time_use
 from holdfast.explain.speed.rules import find_causes
 from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.progress import Standing
@@ -105,7 +105,7 @@ class _AttemptCollector:
             if record.covers(event.unix_seconds)
         )
         self._log = self._read_log()
-        self._flight, self._flight_problems = flight_of_attempt(recordings.run, record.number)
+        self._flight, self._flight_problems = read_flight_of_attempt(recordings.run, record.number)
         recordings.note_overwritten_steps(
             {process.folder: f"process {process.info.pid}" for process in self._trainers}
         )
@@ -125,10 +125,10 @@ class _AttemptCollector:
             events=tuple(_by_time(events)),
             tried=(
                 *self._record.reasons_for_restarts(),
-                *already_tried(self._guard_events),
+                *describe_remedies(self._guard_events),
             ),
             applied_changes=self._record.applied_changes(),
-            lost=self._lost(),
+            divergence=self._divergence(),
             learning=self._learning(),
             speed=self._speed(),
             flight=self._flight,
@@ -183,7 +183,7 @@ class _AttemptCollector:
         """Return the recorded exceptions and the statements in the output, without duplicates."""
         raised = []
         for process in self._processes:
-            raised += exceptions_of_process(process.events, process.info)
+            raised += collect_exceptions(process.events, process.info)
         if self._record.status == 0:
             died = pids_that_died(self._processes, raised)
             raised = [
@@ -195,7 +195,7 @@ class _AttemptCollector:
         exceptions = [statement for statement in raised if statement.kind == "exception"]
         raised += [
             stop
-            for stop in statements_of_guards(self._guard_events)
+            for stop in collect_guard_statements(self._guard_events)
             if not any(is_same_exception(stop, exception) for exception in exceptions)
         ]
         return merge_statements(raised, self._log.statements if self._log is not None else ())
@@ -207,7 +207,7 @@ class _AttemptCollector:
         processes = {process.info.pid: process for process in self._processes}
         for event in self._record.events:
             if event.kind == "process_ended":
-                pid = integer_of(event, "pid")
+                pid = read_integer(event, "pid")
                 process = processes.get(pid) if pid is not None else None
                 ending = _ending(event, process.standing if process is not None else None)
                 if process is not None:
@@ -267,7 +267,7 @@ class _AttemptCollector:
         A Guard's count is preferred to that of the observer, because only a Guard sees the steps of
         a compiled optimizer.
         """
-        marks = [newest_step_of_guard(folder) for folder in self._guards]
+        marks = [read_newest_guard_step(folder) for folder in self._guards]
         steps = [
             mark.global_step
             for mark in marks
@@ -301,22 +301,22 @@ class _AttemptCollector:
         """
         return any(event.kind == "environments_imported" for event in self._process_events)
 
-    def _lost(self) -> LostTraining | None:
+    def _divergence(self) -> Divergence | None:
         """Return how the training diverged, or None if it did not.
 
         The recorded steps decide this or, if they contain no losses, the output.
         """
-        lost, is_known = find_lost_training(
+        divergence, is_known = find_recorded_divergence(
             [(process.folder, process.info) for process in self._trainers],
             self._guards,
             began=self._record.began,
             until=self._record.until,
         )
-        if lost is not None and not lost.exploded and self._trains_by_reward():
+        if divergence is not None and not divergence.exploded and self._trains_by_reward():
             return None
         if is_known or self._log is None:
-            return lost
-        return lost_from_output(self._log, name=OUTPUT_FILE)
+            return divergence
+        return find_printed_divergence(self._log, name=OUTPUT_FILE)
 
     def _learning(self) -> Learning | None:
         """Return whether the loss fell, or None if the command did not end with status 0.
@@ -326,14 +326,14 @@ class _AttemptCollector:
         """
         if self._record.status != 0:
             return None
-        curves = [losses_of_guard(folder, self._record.until) for folder in self._guards]
+        curves = [read_guard_losses(folder, self._record.until) for folder in self._guards]
         if not any(curves):
             curves = self._curves_of_processes()
         if not any(curves) and self._log is not None:
-            learning = learning_from_output(self._log)
+            learning = judge_learning_from_output(self._log)
             if learning is not None:
                 return learning
-        return learning_of_run(curves, by_reward=self._trains_by_reward())
+        return judge_learning_of_run(curves, by_reward=self._trains_by_reward())
 
     def _curves_of_processes(self) -> list[list[LossReading]]:
         """Return one list with the recorded losses of each rank in all attempts up to this one.
@@ -346,7 +346,7 @@ class _AttemptCollector:
                 newest[info.rank, info.attempt] = folder
         curves: dict[int | None, list[LossReading]] = {}
         for (rank, _), folder in sorted(newest.items(), key=lambda entry: entry[0][1]):
-            curves.setdefault(rank, []).extend(losses_of_process(folder))
+            curves.setdefault(rank, []).extend(read_process_losses(folder))
         return list(curves.values())
 
     def _speed(self) -> tuple[SpeedFinding, ...]:
@@ -356,15 +356,15 @@ class _AttemptCollector:
             for process in self._trainers
         ]
         events = [*self._record.events, *self._guard_events]
-        return find_causes(time_use(boards, events, self._record.number))
+        return find_causes(collect_time_use(boards, events, self._record.number))
 
 
 def _ending(event: Event, standing: Standing | None) -> Ending:
     """Return the ending that an event recorded, with the process's last published progress."""
     return Ending(
-        status=integer_of(event, "status"),
+        status=read_integer(event, "status"),
         unix_seconds=event.unix_seconds,
-        oom_kills=integer_of(event, "oom_kills"),
+        oom_kills=read_integer(event, "oom_kills"),
         phase=_phase_name(standing),
         step=standing.step if standing is not None else None,
     )

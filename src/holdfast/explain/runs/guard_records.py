@@ -14,7 +14,7 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import GuardClosing, Statement
 from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.observations import stop_request
-from holdfast.explain.runs.statements import event_text, exception_chain
+from holdfast.explain.runs.statements import make_exception_chain, text_of_field
 
 _MAX_SAMPLE_CHARACTERS = 120
 _MAX_SAMPLES_CHARACTERS = 20_000
@@ -66,7 +66,7 @@ _KINDS_AT_THE_END = frozenset(
 )
 
 
-def already_tried(events: Iterable[Event]) -> list[str]:
+def describe_remedies(events: Iterable[Event]) -> list[str]:
     """Return one sentence for each kind of remedy that Guards applied.
 
     The sentence says how often the remedy was applied, which samples were quarantined, and why the
@@ -99,7 +99,7 @@ def _describe_remedy(remedy: _AppliedRemedy, applications: Sequence[Event]) -> s
     samples = _quarantined_samples(applications)
     if samples:
         sentence += f" ({', '.join(samples)[:_MAX_SAMPLES_CHARACTERS]})"
-    reason = event_text(applications[-1].data.get(remedy.reason_key)).strip()
+    reason = text_of_field(applications[-1].data.get(remedy.reason_key)).strip()
     if reason:
         last_line = reason.splitlines()[-1]
         sentence += f": {last_line[:_MAX_REASON_CHARACTERS]}"
@@ -131,7 +131,7 @@ class _GuardEnd:
     statements: list[Statement]
 
 
-def how_closed(events: Sequence[Event]) -> GuardClosing | None:
+def find_closing(events: Sequence[Event]) -> GuardClosing | None:
     """Return how a Guard closed, or None if the newest event does not record the closing.
 
     Args:
@@ -145,11 +145,11 @@ def how_closed(events: Sequence[Event]) -> GuardClosing | None:
     reason = ""
     request = stop_request(events)
     if how == "stopped" and request is not None:
-        reason = event_text(request.data.get("signal") or request.data.get("reason"))
+        reason = text_of_field(request.data.get("signal") or request.data.get("reason"))
     return GuardClosing(how=how, reason=reason)
 
 
-def statements_of_guards(
+def collect_guard_statements(
     events: Sequence[Event], *, last_step: float | None = None
 ) -> list[Statement]:
     """Return statements about Guards' decisions to stop and about the errors that ended Guards.
@@ -161,7 +161,7 @@ def statements_of_guards(
         events: The events of Guards, oldest first.
         last_step: The Unix time of the run's last step, or None if unknown.
     """
-    ends = _ends_of_guards(events)
+    ends = _find_guard_ends(events)
     if ends:
         newest = ends[-1]
         is_fatal = _ended_the_run(newest, events, last_step or 0.0)
@@ -183,11 +183,11 @@ def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) ->
         return False
     if any(event.kind not in _KINDS_AT_THE_END for event in events[end.index + 1 :]):
         return False
-    closed = how_closed(events)
+    closed = find_closing(events)
     return closed is None or closed.how == "left"
 
 
-def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
+def _find_guard_ends(events: Sequence[Event]) -> list[_GuardEnd]:
     """Return the recorded ends of Guards, oldest first.
 
     If a Guard raised an error in order to stop, the stop and this error are a single end.
@@ -197,12 +197,12 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
     stop: int | None = None
     for index, event in enumerate(events):
         if event.kind == "stop":
-            reason = event_text(event.data.get("reason"))
-            statement = replace(_statement_of_guard(event), text=reason, rule=_rule_of(event))
+            reason = text_of_field(event.data.get("reason"))
+            statement = replace(_make_empty_statement(event), text=reason, rule=_read_rule(event))
             ends.append(_GuardEnd(index=index, statements=[statement]))
             stop = index
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
-            error = _GuardEnd(index=index, statements=_error_statements(event))
+            error = _GuardEnd(index=index, statements=_make_error_statements(event))
             if stop is not None and _follows_from(error, ends[-1], events):
                 # The error is more informative than the reason for the stop, so it replaces the
                 # stop.
@@ -223,20 +223,20 @@ def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) ->
     return all(event.kind in _KINDS_AT_THE_END for event in events[stop.index : error.index])
 
 
-def _error_statements(event: Event) -> list[Statement]:
+def _make_error_statements(event: Event) -> list[Statement]:
     """Return the causes of the error that ended a Guard, followed by the error itself."""
     facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
-    statements = exception_chain(facts, _statement_of_guard(event))
-    statements[-1] = replace(statements[-1], rule=_rule_of(event))
+    statements = make_exception_chain(facts, _make_empty_statement(event))
+    statements[-1] = replace(statements[-1], rule=_read_rule(event))
     return statements
 
 
-def _statement_of_guard(event: Event) -> Statement:
+def _make_empty_statement(event: Event) -> Statement:
     """Return a statement without text, with the fields that all statements of Guards share."""
     return Statement(text="", source="guard", unix_seconds=event.unix_seconds, fatal=False)
 
 
-def _rule_of(event: Event) -> str | None:
+def _read_rule(event: Event) -> str | None:
     """Return the rule id that an event contains, or None."""
     rule = event.data.get("rule")
     return rule if isinstance(rule, str) else None

@@ -17,52 +17,52 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from holdfast.explain.evidence import Learning
-from holdfast.explain.logs.text import LogText
+from holdfast.explain.logs.log_text import LogText
 from holdfast.explain.runs.recorded_steps import LossReading
 
 # At least this many losses are needed to show a trend.
 MIN_LOSSES = 10
 # A loss has fallen only if it fell by at least this fraction of its level. With Adam at a learning
 # rate of 1e-6, such a fall takes a few hundred steps.
-_MIN_FALL = 0.01
+_MIN_FALL_SHARE = 0.01
 # A fall is certain if it exceeds this many standard errors. Two standard errors would not be
 # enough, because the level at the beginning is measured over several windows.
-_SURE = 4.0
+_SURE_ERRORS = 4.0
 # A loss that fell by more than this many standard errors is not called flat.
-_LIKELY = 2.0
+_LIKELY_ERRORS = 2.0
 # An early rise, from the first loss to the level of the first quarter, is clear if it exceeds this
 # many standard deviations of the noise.
-_CLEAR_RISE = 3.0
+_CLEAR_RISE_DEVIATIONS = 3.0
 # A fall measured from the first loss alone must exceed this many standard deviations of the noise.
-_SURE_FROM_ONE_LOSS = 6.0
+_SURE_DEVIATIONS_FROM_ONE_LOSS = 6.0
 # A loss is not called flat if its noise could hide a fall by this fraction of its level.
-_MAX_HIDDEN_FALL = 0.3
+_MAX_HIDDEN_FALL_SHARE = 0.3
 # If the level of the first losses is below this value, the model may have been pretrained.
-_LOW = 0.1
+_LOW_LEVEL = 0.1
 # A series of losses has both signs if at least this fraction of the losses has the rarer sign.
-_MINORITY = 0.1
+_MIN_SHARE_OF_RARER_SIGN = 0.1
 # A rise to this multiple of the first loss is a spike. It is reported even if the loss recovered,
 # unless it affected only a single batch.
-_SPIKE = 1000.0
+_SPIKE_FACTOR = 1000.0
 # To find a spike, a first loss below this value is replaced with this value, because a loss that
 # begins near 0 provides no scale.
 _MIN_LEVEL = 1.0
 # The beginning and the end of a curve consist of at least this many losses.
-_FIRST = 3
+_MIN_LOSSES_AT_ENDS = 3
 # Slow noise is estimated from the medians of this many blocks, if each block has at least
 # `_MIN_BLOCK_LOSSES` losses.
 _BLOCKS = 8
 _MIN_BLOCK_LOSSES = 4
 # The median of ``|a - 2 b + c|`` for independent, normally distributed values with a standard
 # deviation of 1.
-_NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
+_MEDIAN_NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
 # For normally distributed values, the ratio of the median's standard error to that of the mean.
-_MEDIAN_ERROR = 1.25
+_MEDIAN_ERROR_FACTOR = 1.25
 # If the outcomes of several ranks differ, the outcome that comes first here is reported.
-_BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
+_OUTCOMES_BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
 
 
-def learning_of_run(
+def judge_learning_of_run(
     curves: Iterable[Sequence[LossReading]], *, by_reward: bool = False
 ) -> Learning:
     """Return whether the loss of a run fell, according to the losses of its processes.
@@ -79,27 +79,27 @@ def learning_of_run(
         reason = "the loss of a policy that is trained by reward does not measure its progress"
         return Learning(outcome="unclear", reason=reason)
     return min(
-        (learning_of_process(curve) for curve in curves if curve),
-        key=lambda learning: _BY_CERTAINTY.index(learning.outcome),
+        (judge_learning_of_process(curve) for curve in curves if curve),
+        key=lambda learning: _OUTCOMES_BY_CERTAINTY.index(learning.outcome),
         default=Learning(outcome="unclear", reason="no loss was recorded"),
     )
 
 
-def learning_from_output(log: LogText) -> Learning | None:
+def judge_learning_from_output(log: LogText) -> Learning | None:
     """Return whether the printed loss fell, or None if too few losses were printed.
 
     If the printed loss did not fall, the outcome is "unclear", because it may be a validation loss.
     """
     if len(log.losses) < MIN_LOSSES:
         return None
-    learning = learning_of([LossReading(line, loss) for line, loss in log.losses])
+    learning = judge_learning([LossReading(line, loss) for line, loss in log.losses])
     if learning.outcome in ("fell", "unclear"):
         return learning
     reason = "only printed losses are known; they did not fall, but may be validation losses"
     return Learning(outcome="unclear", reason=reason)
 
 
-def learning_of_process(readings: Sequence[LossReading]) -> Learning:
+def judge_learning_of_process(readings: Sequence[LossReading]) -> Learning:
     """Return whether the loss of one process fell.
 
     If the process trained several models one after another, only the last model is judged.
@@ -113,7 +113,7 @@ def learning_of_process(readings: Sequence[LossReading]) -> Learning:
         return Learning(outcome="unclear", reason=reason)
     long_enough = [stretch for stretch in stretches if len(stretch) >= MIN_LOSSES]
     newest = long_enough[-1] if long_enough else readings
-    learning = learning_of(newest)
+    learning = judge_learning(newest)
     first = newest[0]
     begins_late = first is readings[0] and first.step > MIN_LOSSES
     if learning.outcome == "flat" and begins_late:
@@ -132,7 +132,7 @@ def _by_optimizer(readings: Sequence[LossReading]) -> list[list[LossReading]]:
     return stretches
 
 
-def learning_of(readings: Sequence[LossReading]) -> Learning:
+def judge_learning(readings: Sequence[LossReading]) -> Learning:
     """Return whether a loss fell from the beginning to the end by more than its noise."""
     finite = [reading for reading in readings if math.isfinite(reading.loss)]
     if len(finite) < MIN_LOSSES:
@@ -153,13 +153,13 @@ class _LossCurve:
         self.readings = readings
         self.losses = [reading.loss for reading in readings]
         # The first and the last quarter, with at least three losses each.
-        self.size_of_end = max(len(self.losses) // 4, _FIRST)
+        self.size_of_end = max(len(self.losses) // 4, _MIN_LOSSES_AT_ENDS)
         self.beginning = self.losses[: self.size_of_end]
         self.end = self.losses[-self.size_of_end :]
         # The medians of both quarters, and the standard error of the difference between them.
         self.first = statistics.median(self.beginning)
         self.last = statistics.median(self.end)
-        self.error_of_fall = math.hypot(_error(self.beginning), _error(self.end))
+        self.error_of_fall = math.hypot(_standard_error(self.beginning), _standard_error(self.end))
         self.is_constant = min(self.losses) == max(self.losses)
 
     def learning(
@@ -188,7 +188,7 @@ def _changes_sign_all_the_time(curve: _LossCurve) -> Learning | None:
 
 def _spiked(curve: _LossCurve) -> Learning | None:
     """Return "spiked" for two consecutive losses far above the first, even after a recovery."""
-    limit = _SPIKE * max(abs(curve.losses[0]), _MIN_LEVEL)
+    limit = _SPIKE_FACTOR * max(abs(curve.losses[0]), _MIN_LEVEL)
     for before, after in itertools.pairwise(curve.readings):
         if min(before.loss, after.loss) > limit:
             return Learning(
@@ -206,7 +206,7 @@ def _only_came_back_down(curve: _LossCurve) -> Learning | None:
     Such an early rise is caused by a learning rate that is too high.
     """
     first = curve.losses[0]
-    rose_first = curve.first - first > _CLEAR_RISE * _noise(curve.end)
+    rose_first = curve.first - first > _CLEAR_RISE_DEVIATIONS * _estimate_noise(curve.end)
     if rose_first and first <= curve.last <= curve.first:
         return curve.learning("flat", first=first)
     return None
@@ -214,7 +214,7 @@ def _only_came_back_down(curve: _LossCurve) -> Learning | None:
 
 def _fell(curve: _LossCurve) -> Learning | None:
     """Return "fell" for a fall that clearly exceeds the noise."""
-    first = _level_it_fell_from(curve, _SURE)
+    first = _level_it_fell_from(curve, _SURE_ERRORS)
     return None if first is None else curve.learning("fell", first=first)
 
 
@@ -231,7 +231,7 @@ def _changes_sign(curve: _LossCurve) -> Learning | None:
 
 def _fell_by_little_more_than_noise(curve: _LossCurve) -> Learning | None:
     """Return "unclear" for a fall that is barely larger than the noise."""
-    if _level_it_fell_from(curve, _LIKELY) is not None:
+    if _level_it_fell_from(curve, _LIKELY_ERRORS) is not None:
         reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
     return None
@@ -242,14 +242,14 @@ def _rose(curve: _LossCurve) -> Learning | None:
 
     A rise needs less certainty than a fall, because it only shows that the loss did not fall.
     """
-    is_rise = _is_fall(curve.last, curve.first, _LIKELY * curve.error_of_fall)
+    is_rise = _is_fall(curve.last, curve.first, _LIKELY_ERRORS * curve.error_of_fall)
     return curve.learning("rose") if is_rise else None
 
 
 def _noise_would_hide_a_fall(curve: _LossCurve) -> Learning | None:
     """Return "unclear" for a loss whose noise could hide a meaningful fall."""
-    largest_fall = curve.first - curve.last + _LIKELY * curve.error_of_fall
-    if largest_fall > _MAX_HIDDEN_FALL * max(abs(curve.first), abs(curve.last)):
+    largest_fall = curve.first - curve.last + _LIKELY_ERRORS * curve.error_of_fall
+    if largest_fall > _MAX_HIDDEN_FALL_SHARE * max(abs(curve.first), abs(curve.last)):
         return Learning(outcome="unclear", reason="the loss is too noisy to show a fall")
     return None
 
@@ -259,7 +259,7 @@ def _was_low_from_the_beginning(curve: _LossCurve) -> Learning | None:
 
     The model may have been pretrained.
     """
-    if 0 < curve.first < _LOW and not curve.is_constant:
+    if 0 < curve.first < _LOW_LEVEL and not curve.is_constant:
         reason = (
             f"the loss was low from the beginning: {curve.first:.3g} at first, {curve.last:.3g} at"
             " the end"
@@ -294,11 +294,13 @@ def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
         errors: By how many standard errors the end must be lower than the beginning.
     """
     losses = curve.losses
-    noise = max(_noise(curve.end), _noise(losses[:MIN_LOSSES]))
+    noise = max(_estimate_noise(curve.end), _estimate_noise(losses[:MIN_LOSSES]))
     stays_below_first = losses[0] > max(losses[len(losses) // 2 :])
-    if stays_below_first and _is_fall(losses[0], curve.last, _SURE_FROM_ONE_LOSS * noise):
+    if stays_below_first and _is_fall(
+        losses[0], curve.last, _SURE_DEVIATIONS_FROM_ONE_LOSS * noise
+    ):
         return losses[0]
-    sizes = [_FIRST]
+    sizes = [_MIN_LOSSES_AT_ENDS]
     while 2 * sizes[-1] < curve.size_of_end:
         sizes.append(2 * sizes[-1])
     sizes.append(curve.size_of_end)
@@ -307,18 +309,18 @@ def _level_it_fell_from(curve: _LossCurve, errors: float) -> float | None:
         level = statistics.median(window)
         # The noise may be underestimated in a small window, so the noise computed above is used as
         # a lower bound.
-        error = max(_error(window), _MEDIAN_ERROR * noise / math.sqrt(size))
-        if _is_fall(level, curve.last, errors * math.hypot(error, _error(curve.end))):
+        error = max(_standard_error(window), _MEDIAN_ERROR_FACTOR * noise / math.sqrt(size))
+        if _is_fall(level, curve.last, errors * math.hypot(error, _standard_error(curve.end))):
             return level
     return None
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
-    """Return whether a level fell by more than the noise and by at least `_MIN_FALL`."""
-    return first - last > noise and first - last >= _MIN_FALL * max(abs(first), abs(last))
+    """Return whether a level fell by more than the noise and by at least `_MIN_FALL_SHARE`."""
+    return first - last > noise and first - last >= _MIN_FALL_SHARE * max(abs(first), abs(last))
 
 
-def _noise(losses: Sequence[float]) -> float:
+def _estimate_noise(losses: Sequence[float]) -> float:
     """Return the standard deviation of the noise in a series of losses.
 
     The noise is estimated from the difference between each loss and the mean of its two neighbors.
@@ -326,16 +328,16 @@ def _noise(losses: Sequence[float]) -> float:
     """
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     distances = [abs(before - 2 * loss + after) for before, loss, after in triples]
-    return statistics.median(distances) / _NORMAL_DISTANCE if distances else 0.0
+    return statistics.median(distances) / _MEDIAN_NORMAL_DISTANCE if distances else 0.0
 
 
-def _error(losses: Sequence[float]) -> float:
+def _standard_error(losses: Sequence[float]) -> float:
     """Return the standard error of the median of a series of losses.
 
     If there are enough losses, the spread of the medians of several blocks is a lower bound. This
     accounts for noise that changes slowly.
     """
-    error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
+    error = _MEDIAN_ERROR_FACTOR * _estimate_noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS
     if size < _MIN_BLOCK_LOSSES:
         return error
@@ -346,6 +348,6 @@ def _error(losses: Sequence[float]) -> float:
 
 
 def _has_both_signs(losses: Sequence[float]) -> bool:
-    """Return whether at least the fraction `_MINORITY` of the losses has the rarer sign."""
+    """Return whether at least `_MIN_SHARE_OF_RARER_SIGN` of the losses have the rarer sign."""
     negative = sum(loss < 0 for loss in losses)
-    return min(negative, len(losses) - negative) >= _MINORITY * len(losses)
+    return min(negative, len(losses) - negative) >= _MIN_SHARE_OF_RARER_SIGN * len(losses)

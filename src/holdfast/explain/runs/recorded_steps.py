@@ -30,7 +30,7 @@ class LossReading(NamedTuple):
     optimizer: int = 0
 
 
-def samples_of_process(folder: Path) -> list[StepSample]:
+def read_process_samples(folder: Path) -> list[StepSample]:
     """Return the steps that a process recorded, oldest first."""
     try:
         return read_samples(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
@@ -38,7 +38,7 @@ def samples_of_process(folder: Path) -> list[StepSample]:
         return []
 
 
-def steps_of_guard(
+def read_guard_steps(
     folder: Path, *, began: float = 0.0, until: float = math.inf
 ) -> list[StepRecord]:
     """Return the steps that a Guard committed between two Unix times, oldest first."""
@@ -48,21 +48,21 @@ def steps_of_guard(
         return []
 
 
-def newest_step_of_guard(folder: Path) -> StepRecord | None:
+def read_newest_guard_step(folder: Path) -> StepRecord | None:
     """Return the newest step that a Guard committed, or None if there is none."""
-    return max(steps_of_guard(folder), key=lambda step: step.unix_seconds, default=None)
+    return max(read_guard_steps(folder), key=lambda step: step.unix_seconds, default=None)
 
 
-def losses_of_guard(folder: Path, until: float) -> list[LossReading]:
+def read_guard_losses(folder: Path, until: float) -> list[LossReading]:
     """Return the losses of the steps that a Guard committed before a Unix time, oldest first."""
     return [
         LossReading(step.global_step, step.loss, step.optimizer)
-        for step in steps_of_guard(folder, until=until)
+        for step in read_guard_steps(folder, until=until)
         if step.loss is not None
     ]
 
 
-def losses_of_process(folder: Path) -> list[LossReading]:
+def read_process_losses(folder: Path) -> list[LossReading]:
     """Return the losses that a process recorded, oldest first.
 
     The sample ring holds only the newest steps. For older steps, the history contains means over
@@ -71,7 +71,7 @@ def losses_of_process(folder: Path) -> list[LossReading]:
     """
     readings = [
         LossReading(sample.step, sample.loss, sample.optimizer)
-        for sample in samples_of_process(folder)
+        for sample in read_process_samples(folder)
         if sample.loss is not None
     ]
     history = folder / f"{SAMPLES_FILE}.history"

@@ -1,6 +1,6 @@
 """Convert recorded exceptions to statements, and merge them with the statements from the log.
 
-``explain.causes.weighing`` judges which statements matter.
+``explain.causes.candidate_search`` judges which statements matter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.logs.lines import plain_text
-from holdfast.explain.logs.text import read_log
+from holdfast.explain.logs.log_text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
 # At most this many causes of an exception are used. A chain of exceptions can be longer if
@@ -25,7 +25,7 @@ _MAX_TEXT_CHARACTERS = 20_000
 _COMPARED_CHARACTERS = 120
 
 
-def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
+def collect_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
     """Return the exceptions that a process recorded, each preceded by its causes."""
     statements: list[Statement] = []
     for event in events:
@@ -41,11 +41,11 @@ def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[St
             pid=info.pid,
             fatal=fatal if isinstance(fatal, bool) else None,
         )
-        statements += exception_chain(event.data, common)
+        statements += make_exception_chain(event.data, common)
     return statements
 
 
-def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Statement]:
+def make_exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Statement]:
     """Return a recorded exception and its causes as statements, root cause first.
 
     Args:
@@ -61,23 +61,23 @@ def exception_chain(facts: Mapping[str, Any], common: Statement) -> list[Stateme
     for recorded in (*reversed(causes), facts):
         raised = replace(
             common,
-            text=event_text(recorded.get("message")),
+            text=text_of_field(recorded.get("message")),
             kind="exception",
-            exception=event_text(recorded.get("type")).rpartition(".")[2] or None,
-            frames=_frames_of(recorded.get("frames")),
+            exception=text_of_field(recorded.get("type")).rpartition(".")[2] or None,
+            frames=_parse_frames(recorded.get("frames")),
             position=common.position + len(statements),
-            cause=recorded is not facts,
+            led_to_another=recorded is not facts,
         )
         statements += [*_nested_exceptions(raised), raised]
     return statements
 
 
-def _frames_of(value: Any) -> tuple[Frame, ...]:
+def _parse_frames(value: Any) -> tuple[Frame, ...]:
     """Return the frames of a recorded exception, ignoring malformed entries."""
     if not isinstance(value, list):
         return ()
     return tuple(
-        Frame(file=event_text(entry[0]), line=entry[1], function=event_text(entry[2]))
+        Frame(file=text_of_field(entry[0]), line=entry[1], function=text_of_field(entry[2]))
         for entry in value
         if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
     )
@@ -98,14 +98,14 @@ def _nested_exceptions(raised: Statement) -> list[Statement]:
             text=statement.text,
             exception=statement.exception,
             frames=statement.frames,
-            cause=True,
+            led_to_another=True,
         )
         for statement in nested
         if statement.kind == "exception"
     ]
 
 
-def event_text(value: Any) -> str:
+def text_of_field(value: Any) -> str:
     """Return the value of an event's field as text, shortened and without escape sequences.
 
     Return an empty string if the value is not a string.
@@ -134,7 +134,7 @@ def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement])
         twin = _newest_twin(statement, remaining)
         if twin is not None:
             remaining.remove(twin)
-            statement = _completed(statement, twin)
+            statement = _with_recorded_fields(statement, twin)
         statements.append(statement)
     statements.reverse()
     last = max((statement.position for statement in statements), default=0)
@@ -153,7 +153,7 @@ def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Stateme
     )
 
 
-def _completed(logged: Statement, recorded: Statement) -> Statement:
+def _with_recorded_fields(logged: Statement, recorded: Statement) -> Statement:
     """Return an exception from the log, with the fields that its recording provides."""
     return replace(
         logged,

@@ -42,12 +42,12 @@ class SupervisorRecord:
     @property
     def status(self) -> int | None:
         """Return the exit status of the command, or None if unknown."""
-        return integer_of(self.end, "status")
+        return read_integer(self.end, "status")
 
     @property
     def stop_signal(self) -> int | None:
         """Return the number of the signal with which the user requested a stop, or None."""
-        return integer_of(self.end, "asked_by")
+        return read_integer(self.end, "asked_by")
 
     @property
     def sender(self) -> str | None:
@@ -74,7 +74,7 @@ class SupervisorRecord:
         for restart in self.restarts:
             why = restart.data.get("why") or restart.data.get("cause") or "no reason recorded"
             clause = f"restarted: {why}"
-            changes = _changes_of(restart)
+            changes = _read_changes(restart)
             if changes:
                 settings = ", ".join(f"{name}={value}" for name, value in changes.items())
                 clause += f"; changed {settings}"
@@ -85,8 +85,8 @@ class SupervisorRecord:
         """Return the environment variables that the supervisor's restarts set for this attempt."""
         applied: dict[str, Any] = {}
         for restart in self.restarts:
-            if integer_of(restart, "attempt") is not None:
-                applied.update(_changes_of(restart))
+            if read_integer(restart, "attempt") is not None:
+                applied.update(_read_changes(restart))
         return applied
 
 
@@ -102,23 +102,23 @@ def read_supervisor_record(recordings: Recordings, requested: int | None) -> Sup
     """
     events = recordings.supervisor_events()
     number = _choose_number(recordings, events, requested)
-    own_events = _events_of_attempt(events, number)
+    own_events = _select_events_of_attempt(events, number)
     starts = [event for event in own_events if event.kind == "attempt_started"]
     starts_of_later = [
         event.unix_seconds
         for event in events
-        if event.kind == "attempt_started" and (integer_of(event, "attempt") or 0) > number
+        if event.kind == "attempt_started" and (read_integer(event, "attempt") or 0) > number
     ]
     return SupervisorRecord(
         number=number,
         events=tuple(own_events),
-        restarts=tuple(_restarts_up_to(events, number)),
+        restarts=tuple(_select_restarts_up_to(events, number)),
         began=starts[0].unix_seconds if starts else 0.0,
         until=min(starts_of_later, default=math.inf),
     )
 
 
-def integer_of(event: Event | None, key: str) -> int | None:
+def read_integer(event: Event | None, key: str) -> int | None:
     """Return the integer in a field of an event, or None if there is no event or no integer."""
     value = None if event is None else event.data.get(key)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -126,14 +126,18 @@ def integer_of(event: Event | None, key: str) -> int | None:
     return None
 
 
-# Return the requested attempt's number, or that of the newest attempt if None was requested.
 def _choose_number(recordings: Recordings, events: Sequence[Event], requested: int | None) -> int:
+    """Return the number of the requested attempt, or of the newest one if None was requested.
+
+    Raises:
+        PolicyError: H105 if the run has no attempt with this number.
+    """
     numbers = []
     for event in events:
         # A "restart" event announces the next attempt. It counts only if the supervisor was killed,
         # because the announced attempt may then have no event of its own.
         is_announcement = event.kind == "restart" and recordings.supervisor_loss() is None
-        number = integer_of(event, "attempt")
+        number = read_integer(event, "attempt")
         if number is not None and not is_announcement:
             numbers.append(number)
     if requested is None:
@@ -150,7 +154,7 @@ def _choose_number(recordings: Recordings, events: Sequence[Event], requested: i
     return requested
 
 
-def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
+def _select_events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
     """Return the events from the start of an attempt to the start of the next attempt."""
     current = -1
     if not any(event.kind == "attempt_started" for event in events):
@@ -159,22 +163,22 @@ def _events_of_attempt(events: Sequence[Event], number: int) -> list[Event]:
     own_events = []
     for event in events:
         if event.kind == "attempt_started":
-            started = integer_of(event, "attempt")
+            started = read_integer(event, "attempt")
             current = current + 1 if started is None else started
         if current == number:
             own_events.append(event)
     return own_events
 
 
-def _restarts_up_to(events: Sequence[Event], number: int) -> Iterator[Event]:
+def _select_restarts_up_to(events: Sequence[Event], number: int) -> Iterator[Event]:
     """Yield the restarts that preceded or started an attempt, or that have no attempt number."""
     for event in events:
-        attempt = integer_of(event, "attempt")
+        attempt = read_integer(event, "attempt")
         if event.kind == "restart" and (attempt is None or attempt <= number):
             yield event
 
 
-def _changes_of(restart: Event) -> dict[str, Any]:
+def _read_changes(restart: Event) -> dict[str, Any]:
     """Return the environment variables that a restart set."""
     changes = restart.data.get("changes")
     return changes if isinstance(changes, dict) else {}

@@ -6,7 +6,7 @@ needs no others after a successful run, and parsing the YAML files would take lo
 else that it does after the run.
 
 `all_signatures` returns the catalog. `kinds_of_unknown` returns the kinds of failures that match no
-signature. ``matching`` finds the signatures that match a text. ``endings`` and ``leaks`` define the
+signature. ``matching`` finds the signatures that match a text. ``ids`` and ``leaks`` define the
 signature ids that code refers to.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED, UNCAUGHT
+from holdfast.explain.signatures.ids import ENDED_WELL, NOT_JUDGED, UNCAUGHT
 from holdfast.explain.signatures.leaks import KINDS, signature_of
 from holdfast.explain.signatures.signature import Signature
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.explain.evidence import Frame, Statement, is_user_code
-from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.quick_pattern import QuickPattern
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
 from holdfast.explain.signatures.signature import Signature
 
 # How many characters of a text are searched for patterns. The message of an exception can be long,
 # for example if it lists all keys of a state dict. Error lines in logs are shorter.
-_SEARCHED_OF_A_MESSAGE = 20_000
-_SEARCHED_OF_A_LINE = 4_000
+_MAX_MESSAGE_CHARACTERS = 20_000
+_MAX_LINE_CHARACTERS = 4_000
 _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
 
 
@@ -45,7 +45,7 @@ def match_all(statement: Statement) -> list[SignatureMatch]:
     return _match(statement, _index_of_signatures())
 
 
-def best_kind(statement: Statement) -> Signature | None:
+def find_best_kind(statement: Statement) -> Signature | None:
     """Return the kind of unknown failure that matches a statement best, or None.
 
     The kind determines the class of an exception or a line that matches no signature.
@@ -177,7 +177,7 @@ class _IndexedSignature:
 
 def _searched_texts(statement: Statement) -> list[_Text]:
     """Return the forms of a statement's text to be searched, with the most reliable one first."""
-    limit = _SEARCHED_OF_A_MESSAGE if statement.kind == "exception" else _SEARCHED_OF_A_LINE
+    limit = _MAX_MESSAGE_CHARACTERS if statement.kind == "exception" else _MAX_LINE_CHARACTERS
     message = statement.text[:limit]
     forms = [message]
     if statement.exception is not None:
@@ -186,7 +186,7 @@ def _searched_texts(statement: Statement) -> list[_Text]:
         # Also search the message without its line breaks, which may have been added when the log
         # was copied and pasted.
         forms.append(" ".join(message.split()))
-    elif statement.kind == "line" and statement.last:
+    elif statement.kind == "line" and statement.ends_output:
         # Patterns recognize the last line of a log by its line terminator.
         forms[0] += "\n"
     return [_Text(form, form.lower()) for form in forms]

@@ -10,14 +10,14 @@ from typing import Any
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events.event import Event
 from holdfast.explain.speed.rules import find_causes
-from holdfast.explain.speed.time_use import RankTimes, Resources, SlowRank, Stacks, TimeUse
+from holdfast.explain.speed.time_use import RankTimes, Resources, SlowRank, StackSamples, TimeUse
 from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.recorder.progress import LoopTimes, read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SUPERVISOR_FOLDER, ProcessInfo, read_processes
 
 
-def speed_of_attempt(run: Path, attempt: int) -> tuple[SpeedFinding, ...]:
+def judge_speed_of_attempt(run: Path, attempt: int) -> tuple[SpeedFinding, ...]:
     """Return why an attempt of a run is slow, which may still be running.
 
     Recordings that cannot be read are left out.
@@ -36,10 +36,10 @@ def speed_of_attempt(run: Path, attempt: int) -> tuple[SpeedFinding, ...]:
                 with suppress(HoldfastError, OSError):
                     standing = read_board(folder / BOARD_FILE)
                     boards.append((info, None if standing is None else standing.loop))
-    return find_causes(time_use(boards, events, attempt))
+    return find_causes(collect_time_use(boards, events, attempt))
 
 
-def time_use(
+def collect_time_use(
     boards: Iterable[tuple[ProcessInfo, LoopTimes | None]], events: Sequence[Event], attempt: int
 ) -> TimeUse:
     """Return what was recorded about the speed of an attempt.
@@ -57,9 +57,9 @@ def time_use(
             loops[rank] = loop
     return TimeUse(
         ranks=tuple(RankTimes(rank=rank, loop=loops[rank]) for rank in sorted(loops)),
-        resources=_resources(_newest(events, "resources_used", attempt)),
-        stacks=_stacks(_newest(events, "stacks_sampled", attempt)),
-        slow_rank=_slow_rank(events),
+        resources=_parse_resources(_newest(events, "resources_used", attempt)),
+        stacks=_parse_stack_samples(_newest(events, "stacks_sampled", attempt)),
+        slow_rank=_find_slow_rank_of_guard(events),
     )
 
 
@@ -72,7 +72,7 @@ def _newest(events: Iterable[Event], kind: str, attempt: int) -> Mapping[str, An
     return newest
 
 
-def _resources(data: Mapping[str, Any]) -> Resources | None:
+def _parse_resources(data: Mapping[str, Any]) -> Resources | None:
     """Return the recorded use of resources, or None if it is missing or damaged."""
     if not all(_is_number(data.get(name)) for name in ("cpus", "cpus_wanted", "workers")):
         return None
@@ -81,13 +81,13 @@ def _resources(data: Mapping[str, Any]) -> Resources | None:
     return Resources(**values)
 
 
-def _stacks(data: Mapping[str, Any]) -> Stacks | None:
+def _parse_stack_samples(data: Mapping[str, Any]) -> StackSamples | None:
     """Return the recorded stack samples, or None if they are missing or damaged."""
     counts = [data.get(name) for name in ("samples", "in_python", "at_place")]
     if not all(isinstance(count, int) and count >= 0 for count in counts) or not counts[0]:
         return None
     samples, in_python, at_place = counts
-    return Stacks(
+    return StackSamples(
         samples=samples,  # type: ignore[arg-type] # checked above
         in_python=in_python,  # type: ignore[arg-type]
         place=str(data.get("place") or ""),
@@ -95,7 +95,7 @@ def _stacks(data: Mapping[str, Any]) -> Stacks | None:
     )
 
 
-def _slow_rank(events: Iterable[Event]) -> SlowRank | None:
+def _find_slow_rank_of_guard(events: Iterable[Event]) -> SlowRank | None:
     """Return the rank that a Guard found slow in its newest epoch, or None."""
     newest = None
     for event in events:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 from holdfast.core.text import counted, duration, percent, size
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.speed.time_use import RankTimes, Resources, SlowRank, TimeUse
 from holdfast.explain.speed_finding import Cause, SpeedFinding
 from holdfast.recorder.progress import LoopTimes
@@ -78,7 +78,7 @@ def waits_for_data(use: TimeUse) -> SpeedFinding | None:
         return None
     cause, evidence = _cause_of_wait(use)
     return SpeedFinding(
-        rule=endings.WAITED_FOR_LOADER,
+        rule=ids.WAITED_FOR_LOADER,
         cause=cause,
         share=share,
         title=f"its steps spent {percent(share)} of their time waiting for the loader",
@@ -209,7 +209,7 @@ def host_bound(use: TimeUse) -> SpeedFinding | None:
         where = f", {use.stacks.at_place} of them at {use.stacks.place}"
     look_first = f" Look first at {use.stacks.place}." if use.stacks.place else ""
     return SpeedFinding(
-        rule=endings.HOST_BOUND,
+        rule=ids.HOST_BOUND,
         cause="host-bound",
         share=share,
         title=f"about {percent(share)} of its time was spent in Python code of the training loop",
@@ -235,7 +235,7 @@ def _finding_of_slow_rank(slow: SlowRank | None) -> SpeedFinding | None:
     if slow is None or slow.share < _MIN_RANK_SHARE:
         return None
     return SpeedFinding(
-        rule=endings.SLOW_RANK,
+        rule=ids.SLOW_RANK,
         cause="slow rank",
         share=slow.share,
         title=f"the other ranks spent {percent(slow.share)} of their time waiting for rank"
@@ -301,7 +301,7 @@ def saves_too_often(use: TimeUse) -> SpeedFinding | None:
         return None
     loop = use.first
     return SpeedFinding(
-        rule=endings.SAVED_TOO_OFTEN,
+        rule=ids.SAVED_TOO_OFTEN,
         cause="saving",
         share=share,
         title=f"{percent(share)} of its time was spent saving",
@@ -327,7 +327,7 @@ def evaluates_too_often(use: TimeUse) -> SpeedFinding | None:
     if loop.evaluations < _MIN_EVALUATIONS or _evaluates_in_steps(loop):
         return None
     return SpeedFinding(
-        rule=endings.EVALUATED_TOO_OFTEN,
+        rule=ids.EVALUATED_TOO_OFTEN,
         cause="evaluation",
         share=share,
         title=f"{percent(share)} of its time was spent in evaluation",

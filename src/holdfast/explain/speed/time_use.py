@@ -49,7 +49,7 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stacks:
+class StackSamples:
     """Stack samples of a training loop; see the event `StacksSampled`."""
 
     samples: int
@@ -71,7 +71,7 @@ class TimeUse:
 
     ranks: tuple[RankTimes, ...] = ()
     resources: Resources | None = None
-    stacks: Stacks | None = None
+    stacks: StackSamples | None = None
     slow_rank: SlowRank | None = None
 
     @property

@@ -9,10 +9,10 @@ from holdfast.explain import observations
 from holdfast.explain.causes.candidate import CandidateCause
 from holdfast.explain.causes.case import Case
 from holdfast.explain.causes.doubts import Doubt
-from holdfast.explain.causes.ends import End
+from holdfast.explain.causes.ends import AttemptEnd
 from holdfast.explain.certainty import Certainty
 from holdfast.explain.evidence import Evidence, Frame, innermost_user_frame, is_user_code
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.signatures.signature import Signature
 
 
@@ -43,7 +43,7 @@ class Judgement:
         return self.case.evidence
 
     @property
-    def end(self) -> End:
+    def end(self) -> AttemptEnd:
         """Return how the attempt ended and the cause that this end suggests."""
         return self.case.end
 
@@ -94,11 +94,11 @@ class Judgement:
     @property
     def never_had_a_finite_loss(self) -> bool:
         """Return whether the cause is a loss that was not finite from the first step on."""
-        lost = self.evidence.lost
-        causes = (endings.LOSS_NOT_FINITE, endings.INTERRUPTED_LOST)
-        if self.signature.id not in causes or lost is None:
+        divergence = self.evidence.divergence
+        causes = (ids.LOSS_NOT_FINITE, ids.INTERRUPTED_AFTER_DIVERGENCE)
+        if self.signature.id not in causes or divergence is None:
             return False
-        return lost.what == "loss" and lost.always
+        return divergence.quantity == "loss" and divergence.always
 
     @property
     def leak(self) -> Event | None:

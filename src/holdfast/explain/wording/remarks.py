@@ -55,19 +55,6 @@ def _on_repeated_late_steps(evidence: Evidence) -> Iterator[str]:
         yield f"{counts.repeated:,} of {counts.steps:,} steps that were decided late were repeated."
 
 
-def fix_of_training(evidence: Evidence) -> str:
-    """Return the fix for the most important training fault that a Guard found, or ""."""
-    faults = observations.training_faults(evidence)
-    if not faults:
-        return ""
-    reference = f"`holdfast explain {faults[0].data['rule']}` explains the rule."
-    fix = faults[0].data.get("fix")
-    if not isinstance(fix, str) or not fix.strip():
-        return reference
-    words = " ".join(fix.split()).rstrip(".")
-    return f"{words[:1].upper()}{words[1:]}. {reference}"
-
-
 def on_flight_recorder(evidence: Evidence) -> Iterator[str]:
     """Yield a sentence about the collective in which ranks differ."""
     if evidence.flight is not None:
@@ -113,4 +100,4 @@ def on_interruption(evidence: Evidence) -> Iterator[str]:
         )
     unsaved = observations.unsaved_steps(evidence)
     if unsaved is not None:
-        yield f"But {unsaved.sentence()}."
+        yield f"But {unsaved.clause()}."

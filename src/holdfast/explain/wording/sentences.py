@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.text import counted
+from holdfast.core.text import capitalized, counted
 from holdfast.explain import observations
 from holdfast.explain.causes import good_ends
 from holdfast.explain.causes.candidate import FALLBACKS, CandidateCause
 from holdfast.explain.evidence import Statement, is_user_code, library_file
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.rules import all_rules
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.wording import remarks
 from holdfast.explain.wording.judgement import Judgement
 
@@ -34,13 +34,17 @@ def title(judgement: Judgement) -> str:
     if title_of_exit:
         return title_of_exit
     unsaved = observations.unsaved_steps(evidence)
-    if signature.id == endings.NOT_SAVED and unsaved is not None:
-        return _cut(f"{signature.title}: {unsaved.state_and_reason()}", _SHORT_QUOTE)
-    if signature.id == endings.STATUS_ONLY and evidence.exit_call == "sys.exit":
+    if signature.id == ids.NOT_SAVED and unsaved is not None:
+        return _cut(f"{signature.title}: {unsaved.clause_with_reason()}", _SHORT_QUOTE)
+    if signature.id == ids.STATUS_ONLY and evidence.exit_call == "sys.exit":
         return f"called sys.exit with status {judgement.end.status}"
-    is_lost_loss = signature.id == endings.LOSS_NOT_FINITE
-    if is_lost_loss and judgement.never_had_a_finite_loss and evidence.lost is not None:
-        return evidence.lost.sentence()
+    names_nonfinite_loss = signature.id == ids.LOSS_NOT_FINITE
+    if (
+        names_nonfinite_loss
+        and judgement.never_had_a_finite_loss
+        and evidence.divergence is not None
+    ):
+        return evidence.divergence.clause()
     if signature.id in FALLBACKS and judgement.candidate is not None:
         return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
     return signature.title
@@ -51,11 +55,11 @@ def _title_of_exit_with_status_0(judgement: Judgement) -> str:
     signature = judgement.signature
     evidence = judgement.evidence
     ended = "ended with status 0" if judgement.end.well else "finished"
-    if signature.id == endings.TRAINING_LOST and evidence.lost is not None:
+    if signature.id == ids.TRAINING_DIVERGED and evidence.divergence is not None:
         if judgement.end.cause is None:
-            return evidence.lost.sentence()
-        return f"{ended}, but {evidence.lost.sentence()}"
-    if signature.id == endings.ENDED_WELL and observations.training_faults(evidence):
+            return evidence.divergence.clause()
+        return f"{ended}, but {evidence.divergence.clause()}"
+    if signature.id == ids.ENDED_WELL and observations.training_faults(evidence):
         return _title_of_training_fault(judgement)
     if judgement.is_good_end and judgement.doubt is not None:
         return f"{ended}, {judgement.doubt.words}"
@@ -111,19 +115,30 @@ def _failure(candidate: CandidateCause, place: str, code: str) -> str:
         return f"{whose} says: {_cut(words, _LONG_QUOTE)}"
     who = "It" if statement.rank is None else f"Rank {statement.rank}"
     if candidate.signature.id in FALLBACKS:
-        clause = f"{who} failed with {_cut(words, _LONG_QUOTE)}"
-        if place:
-            clause = f"{clause.removesuffix('.')}, at {place}"
-        if code:
-            clause += f": `{code}`"
-        if statement.frames and not is_user_code(statement.frames[-1]):
-            clause += f" (raised in {library_file(statement.frames[-1])})"
-        return clause
-    quote = _cut(words, _SHORT_QUOTE)
+        return f"{who} failed with {_unexplained_exception(statement, place, code)}"
+    quotation = _cut(words, _SHORT_QUOTE)
     if _is_holdfast_error(candidate):
-        quote = _cut(statement.text.strip().partition("\n")[0], _LONG_QUOTE)
+        quotation = _cut(statement.text.strip().partition("\n")[0], _LONG_QUOTE)
     where = f" at {place}" if place else ""
-    return f"{who} failed{where}: {quote}"
+    return f"{who} failed{where}: {quotation}"
+
+
+def _unexplained_exception(statement: Statement, place: str, code: str) -> str:
+    """Return an exception that no signature explains, with everything known about its place.
+
+    Args:
+        statement: The exception.
+        place: The line of code to inspect first, as ``file:line in function``; empty if unknown.
+        code: The text of that line, or an empty string.
+    """
+    clause = _cut(first_line(statement), _LONG_QUOTE)
+    if place:
+        clause = f"{clause.removesuffix('.')}, at {place}"
+    if code:
+        clause += f": `{code}`"
+    if statement.frames and not is_user_code(statement.frames[-1]):
+        clause += f" (raised in {library_file(statement.frames[-1])})"
+    return clause
 
 
 def _progress(judgement: Judgement) -> Iterator[str]:
@@ -141,31 +156,43 @@ def _progress(judgement: Judgement) -> Iterator[str]:
 def _meaning(judgement: Judgement) -> Iterator[str]:
     """Yield sentences that explain the cause, or that say how the process exited."""
     signature = judgement.signature
-    evidence = judgement.evidence
-    if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
-        yield from remarks.on_interruption(evidence)
+    if signature.id in (ids.TERMINATED, ids.INTERRUPTED):
+        yield from remarks.on_interruption(judgement.evidence)
+    if _is_explained_elsewhere(judgement):
+        return
+    exit_clause = remarks.exit_clause(judgement.evidence)
+    if signature.id == ids.STATUS_ONLY and exit_clause:
+        yield _sentence(exit_clause)
+    elif judgement.never_had_a_finite_loss:
+        yield _sentence(_clause_about_nonfinite_first_loss(judgement))
+    else:
+        yield signature.means
+
+
+def _is_explained_elsewhere(judgement: Judgement) -> bool:
+    """Return whether other sentences of the summary already explain the cause."""
     if judgement.candidate is not None and _is_holdfast_error(judgement.candidate):
         # The error explains itself. The page of its rule would only repeat the message.
-        return
-    if signature.id == endings.STATUS_ONLY and remarks.exit_clause(evidence):
-        yield _sentence(remarks.exit_clause(evidence))
-        return
-    if judgement.is_good_end and signature.id != endings.ENDED_WELL:
-        # The sentences of `good_ends` explain this cause with numbers.
-        return
-    if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
-        return
-    if judgement.never_had_a_finite_loss:
-        diagnosis = (
-            "the training did not diverge: the first forward pass already gave NaN or Inf, from its"
-            " inputs, its weights, its precision or an operation such as a softmax over a fully"
-            " masked row"
-        )
-        if evidence.lost is not None and evidence.lost.log:
-            diagnosis = f"if the log begins with the first step, {diagnosis}"
-        yield _sentence(diagnosis)
-        return
-    yield signature.means
+        return True
+    if not judgement.is_good_end:
+        return False
+    # The sentences of `good_ends` explain a problem with numbers, and `remarks` says what is
+    # missing if no process was observed.
+    ended_well = judgement.signature.id == ids.ENDED_WELL
+    return not ended_well or observations.was_not_observed(judgement.evidence)
+
+
+def _clause_about_nonfinite_first_loss(judgement: Judgement) -> str:
+    """Return a clause that says what a loss means that was not finite from the first step on."""
+    clause = (
+        "the training did not diverge: the first forward pass already gave NaN or Inf, from its"
+        " inputs, its weights, its precision or an operation such as a softmax over a fully"
+        " masked row"
+    )
+    divergence = judgement.evidence.divergence
+    if divergence is not None and divergence.log:
+        return f"if the log begins with the first step, {clause}"
+    return clause
 
 
 def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
@@ -175,8 +202,8 @@ def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
         yield from remarks.on_good_end(evidence)
         yield from good_ends.sentences(evidence)
     unsaved = observations.unsaved_steps(evidence)
-    if judgement.signature.id == endings.NOT_SAVED and unsaved is not None:
-        yield _sentence(unsaved.sentence())
+    if judgement.signature.id == ids.NOT_SAVED and unsaved is not None:
+        yield _sentence(unsaved.clause())
     if not judgement.is_good_end:
         yield from remarks.on_flight_recorder(evidence)
     yield from remarks.on_interference(evidence)
@@ -202,7 +229,7 @@ def _sentence(text: str) -> str:
     text = text.rstrip()
     if not text.endswith((".", "!", "?")):
         text += "."
-    return text[:1].upper() + text[1:]
+    return capitalized(text)
 
 
 def _cut(text: str, limit: int) -> str:

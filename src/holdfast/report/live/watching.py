@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
-from holdfast.explain.speed.reading import speed_of_attempt
+from holdfast.explain.speed.reading import judge_speed_of_attempt
 from holdfast.explain.speed_finding import SpeedFinding
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Standing, read_board
@@ -244,7 +244,7 @@ class Watched:
         now = self._clock.monotonic_seconds()
         if now >= self._judge_speed_at:
             self._judge_speed_at = now + _SPEED_SECONDS
-            self._speed = speed_of_attempt(self._run, self._recent.attempt)
+            self._speed = judge_speed_of_attempt(self._run, self._recent.attempt)
         return self._speed
 
     def _outlook(self) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.explain.records.finding import RecordFiles
-from holdfast.explain.records.judging import judge_loss, judge_record
+from holdfast.explain.records.judging import judge_loss
 from holdfast.explain.records.reading import read_record
 from holdfast.explain.records.record import Record
+from holdfast.explain.records.verdict import judge_record
 from holdfast.report.curves import LOGGED, MAX_LOGGED, Curve, StepTimes, curve_of_points
 from holdfast.report.page.gathered_run import GatheredRun
 from holdfast.report.run_snapshot import Lane
@@ -69,7 +70,7 @@ def _names_on_page(record: Record) -> dict[str, str]:
     """Return the name of the curve for each series, those that holdfast also records first."""
     judged = judge_loss(record)
     own: dict[str, str] = {}
-    if judged.chosen is not None and judged.chosen.of == "training":
+    if judged.chosen is not None and judged.chosen.kind == "training":
         own[judged.chosen.name] = "loss"
     if judged.norm:
         own[judged.norm] = "grad_norm"

@@ -14,7 +14,7 @@ from holdfast.core.notify.message import Message, MessageKind
 from holdfast.core.notify.notifier import Notifier
 from holdfast.core.notify.receivers import parse_receiver
 from holdfast.core.text import counted, duration
-from holdfast.explain.signatures import endings
+from holdfast.explain.signatures import ids
 from holdfast.explain.verdict import Verdict
 
 # A title that contains this quotes a line of the output, which may contain anything.
@@ -109,7 +109,7 @@ class RunNotifications:
     def _judge_end(self) -> tuple[MessageKind, str]:
         verdict = self._verdict
         was_asked = self._end is not None and self._end.asked_by is not None
-        if was_asked or (verdict is not None and verdict.cause == endings.STOPPED):
+        if was_asked or (verdict is not None and verdict.cause == ids.STOPPED):
             return "end", "Run stopped"
         if verdict is not None and verdict.family == "ended well":
             return "end", "Run ended"
@@ -124,9 +124,9 @@ class RunNotifications:
         if verdict is None:
             return "The run has ended"
         title = verdict.title
-        if verdict.cause == endings.ERROR_LINE:
+        if verdict.cause == ids.ERROR_LINE:
             title = "its output ends with an error"
-        if verdict.cause == endings.UNCAUGHT or _QUOTES_THE_OUTPUT in title:
+        if verdict.cause == ids.UNCAUGHT or _QUOTES_THE_OUTPUT in title:
             title = title.partition(": ")[0]
         return f"{title[:1].upper()}{title[1:]} [{verdict.cause}]"
 

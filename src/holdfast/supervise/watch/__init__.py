@@ -8,9 +8,11 @@ Read in this order:
    progress.
 4. ``limits``: determines how long each phase of training may go without progress.
 5. ``stacks``, ``py_spy``, ``faulthandler_dumps``, ``process_evidence``: the evidence that is
-   collected from a process that makes no progress.
-6. ``inspection``, ``recorded_progress``: inspect a process that was started without holdfast
-   (``holdfast attach``), and the steps that a process records if it has a Guard or is observed.
+   collected from a process that makes no progress. ``stack_text`` describes it as text.
+6. ``inspection``: inspects a process that was started without holdfast (``holdfast attach``).
+   ``inspected_processes`` chooses the processes. ``recorded_progress``, ``stack_phases`` and
+   ``thread_activity`` find out what they do.
+7. ``resources``, ``loop_stacks``: measure what makes a running training loop slow.
 
 This package never ends or continues a process of the command; ``launch.attempt`` does.
 ``supervise.leaks`` analyzes growing memory.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.core.files import open_to_read
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.evidence import ThreadLook, clean
+from holdfast.explain.hangs.process_samples import ThreadSample, clean
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import catches
 from holdfast.supervise.watch.py_spy import MAX_FRAMES
@@ -27,7 +27,7 @@ _THREAD = re.compile(
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
-def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
+def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadSample, ...] | None:
     """Signal an observed process to append its stacks to a file, and return these stacks.
 
     Args:
@@ -76,7 +76,7 @@ class _DumpedThread:
     frames: list[Frame] = field(default_factory=list)
 
 
-def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
+def read_faulthandler(text: str) -> tuple[ThreadSample, ...]:
     """Return the threads in a faulthandler dump, in which the main thread comes last."""
     threads: list[_DumpedThread] = []
     for line in text.splitlines():
@@ -94,10 +94,10 @@ def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
                 )
             )
     return tuple(
-        ThreadLook(
+        ThreadSample(
             tid=thread.ident,
             name=thread.name,
-            main=thread is threads[-1],
+            is_main=thread is threads[-1],
             # faulthandler lists the innermost frame first.
             frames=tuple(reversed(thread.frames)),
         )

@@ -44,14 +44,14 @@ _WINDOW_SECONDS = 3600.0
 _WINDOW_COUNT = 256
 
 
-def name_of(phase: ProcessPhase) -> str:
+def phase_name(phase: ProcessPhase) -> str:
     """Return the name of a phase for messages, such as ``"data wait"``."""
     if phase is ProcessPhase.FORWARD_BACKWARD:
         return "forward/backward"
     return phase.name.lower().replace("_", " ")
 
 
-_PHASES = {name_of(phase): phase for phase in ProcessPhase}
+_PHASES = {phase_name(phase): phase for phase in ProcessPhase}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

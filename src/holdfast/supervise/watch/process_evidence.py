@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.control_groups import read_fields
-from holdfast.explain.hangs.evidence import Waits, clean, waits_for
+from holdfast.explain.hangs.process_samples import WaitKind, classify_wait, clean
 from holdfast.supervise.process_tree import read_process, read_stat
 
 _MAX_THREADS = 128
@@ -89,7 +89,7 @@ class ThreadWait:
         cpu_wait_seconds: How long the thread was ready to run but had no CPU; 0 if unknown.
     """
 
-    waits: Waits = ""
+    waits: WaitKind = ""
     target: str = ""
     cpu_wait_seconds: float = 0.0
 
@@ -203,7 +203,7 @@ def _read_wait(
                 target = str(Path(f"/proc/{pid}/fd/{int(call[1], 16)}").readlink())
             if name == "futex":
                 library = _file_at(int(call[-1], 16), code_ranges())
-    waits = waits_for(
+    waits = classify_wait(
         syscall=name,
         channel="" if channel == "0" else channel,
         target=target,
@@ -250,6 +250,13 @@ def is_python(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/exe").readlink().name.startswith(("python", "pypy"))
     return False
+
+
+def read_proc_file(pid: int, name: str) -> bytes:
+    """Read a file in ``/proc/<pid>``; return empty bytes if it cannot be read."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
 
 
 def _read_text(path: str) -> str:

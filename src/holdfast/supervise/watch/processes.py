@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from holdfast.recorder.run_files import (
     read_process_file,
 )
 from holdfast.supervise.process_tree import read_process
-from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
+from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, phase_name
 
 # Interval at which the directories and process states are read. Boards are read at every update.
 _REFRESH_SECONDS = 0.5
@@ -82,7 +82,7 @@ class WatchedProcess:
     @property
     def phase_name(self) -> str:
         """Return the name of the current phase for messages."""
-        return name_of(self.standing.phase)
+        return phase_name(self.standing.phase)
 
     # --- reading ---
 
@@ -210,6 +210,20 @@ class WatchedProcess:
         return sizes.keys() <= _USUAL_FILES and not has_dumps
 
 
+def _topmost_ranks(candidates: Sequence[WatchedProcess]) -> list[WatchedProcess]:
+    """Return the processes that use torch as a rank, without programs that a rank has started.
+
+    Such a program inherits the rank's environment, but is not a rank itself.
+    """
+    ranks = [
+        process
+        for process in candidates
+        if process.info.rank is not None and process.info.torch is not None
+    ]
+    rank_by_pid = {process.pid: process.info.rank for process in ranks}
+    return [process for process in ranks if rank_by_pid.get(process.info.ppid) != process.info.rank]
+
+
 class WatchedProcesses:
     """All observed processes of an attempt.
 
@@ -292,16 +306,7 @@ class WatchedProcesses:
             process for process in self.alive if process.info.role in ("trainer", "other")
         ]
         trainers = [process for process in candidates if process.info.role == "trainer"]
-        ranks = [
-            process
-            for process in candidates
-            if process.info.rank is not None and process.info.torch is not None
-        ]
-        # A program that a rank starts inherits the rank's environment, but is not a rank itself.
-        rank_of = {process.pid: process.info.rank for process in ranks}
-        ranks = [
-            process for process in ranks if rank_of.get(process.info.ppid) != process.info.rank
-        ]
+        ranks = _topmost_ranks(candidates)
         if trainers or ranks:
             return list(dict.fromkeys([*trainers, *ranks]))
         pids = {process.pid for process in candidates}

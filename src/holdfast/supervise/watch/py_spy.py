@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.evidence import ThreadLook, clean
+from holdfast.explain.hangs.process_samples import ThreadSample, clean
 
 # Time limit for Python stacks. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
 _DUMP_SECONDS = 3.0
@@ -63,7 +63,7 @@ class PySpy:
     def __init__(self, program: str) -> None:
         self._program = program
 
-    def read_threads(self, pid: int, *, is_stopped: bool) -> tuple[ThreadLook, ...] | None:
+    def read_threads(self, pid: int, *, is_stopped: bool) -> tuple[ThreadSample, ...] | None:
         """Return the threads of a process, or None if py-spy is missing, not permitted or fails."""
         dump = self._dump(pid, ["--nonblocking"], _DUMP_SECONDS)
         if dump is None and not is_stopped:
@@ -155,7 +155,7 @@ def _parse_frames(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [frame for frame in thread.get("frames") or () if isinstance(frame, dict)]
 
 
-def _parse_thread(thread: Mapping[str, Any]) -> ThreadLook:
+def _parse_thread(thread: Mapping[str, Any]) -> ThreadSample:
     frames = [
         Frame(
             file=clean(str(frame.get("filename"))),
@@ -164,10 +164,10 @@ def _parse_thread(thread: Mapping[str, Any]) -> ThreadLook:
         )
         for frame in _parse_frames(thread)[:MAX_FRAMES]
     ]
-    return ThreadLook(
+    return ThreadSample(
         tid=int(thread.get("os_thread_id") or 0),
         name=clean(str(thread.get("thread_name") or "")),
-        main=thread.get("os_thread_id") == thread.get("pid"),
+        is_main=thread.get("os_thread_id") == thread.get("pid"),
         # py-spy lists the innermost frame first.
         frames=tuple(reversed(frames)),
         holds_gil=bool(thread.get("owns_gil")),

@@ -16,7 +16,7 @@ from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import BOARD_FILE
-from holdfast.supervise.watch.limits import name_of
+from holdfast.supervise.watch.limits import phase_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RecordedProgress:
 def read_recorded_progress(pid: int) -> RecordedProgress | None:
     """Return the newest progress that a process has recorded, or None if it records none."""
     files = _mapped_files(pid)
-    return _on_board(files.get(BOARD_FILE)) or _in_steps(files.get(STEPS_FILE))
+    return _read_from_board(files.get(BOARD_FILE)) or _read_from_steps(files.get(STEPS_FILE))
 
 
 def _mapped_files(pid: int) -> dict[str, Path]:
@@ -58,7 +58,7 @@ def _mapped_files(pid: int) -> dict[str, Path]:
     return files
 
 
-def _on_board(path: Path | None) -> RecordedProgress | None:
+def _read_from_board(path: Path | None) -> RecordedProgress | None:
     standing = None
     # A board of a newer version of holdfast cannot be read.
     with suppress(RunDirectoryError):
@@ -68,12 +68,12 @@ def _on_board(path: Path | None) -> RecordedProgress | None:
     return RecordedProgress(
         mark=standing.progress,
         step=standing.step,
-        phase=name_of(standing.phase),
+        phase=phase_name(standing.phase),
         since_seconds=standing.since_seconds,
     )
 
 
-def _in_steps(path: Path | None) -> RecordedProgress | None:
+def _read_from_steps(path: Path | None) -> RecordedProgress | None:
     steps = []
     with suppress(OSError, RunDirectoryError):
         steps = [] if path is None else read_steps(path.parent)

@@ -1,9 +1,9 @@
 """`ResourceWatch`: measure from outside what keeps a training loop busy or waiting.
 
 The progress boards show that a loop waits for data or runs code of its own, but not why. This
-module adds what only the kernel and py-spy know: how busy loader workers are, whether a process
-that loads its own data computes or sleeps, and in which Python line a loop spends its time. Stacks
-are sampled only if a loop spends much of its time outside of backward, optimizer and loader.
+module adds what only the kernel knows: how busy loader workers are, and whether a process that
+loads its own data computes or sleeps. ``loop_stacks`` adds in which Python line a loop spends its
+time.
 
 The measurements become events, at intervals that double, so that a long run has few of them.
 ``explain.speed`` judges them.
@@ -13,23 +13,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.control_groups import cpu_quota, read_fields
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.data import EventData
-from holdfast.core.events.process_events import ResourcesUsed, StacksSampled
-from holdfast.explain.evidence import (
-    Frame,
-    innermost_user_frame,
-    is_holdfast_code,
-    is_user_code,
-)
-from holdfast.explain.hangs.evidence import ThreadLook
+from holdfast.core.events.process_events import ResourcesUsed
 from holdfast.recorder.progress import ProcessPhase, Standing, read_board
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -39,7 +31,7 @@ from holdfast.recorder.run_files import (
     read_process_file,
 )
 from holdfast.supervise.process_tree import ProcessStat, read_process
-from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
+from holdfast.supervise.watch.loop_stacks import LoopStackSampler
 
 # Interval between updates. Reading the board and the state of a trainer takes 50 microseconds.
 UPDATE_SECONDS = 0.25
@@ -48,20 +40,6 @@ _CPU_SECONDS = 1.0
 # Age of the loop at which the measurements are first recorded. The age then doubles each time.
 _FIRST_RECORD_SECONDS = 4.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
-# Stacks are sampled if a loop spends at least this share of its time outside of backward,
-# optimizer, loader, evaluation and saving. In a loop that mostly computes, the forward pass takes
-# about a third.
-_MIN_OWN_SHARE = 0.4
-_MIN_LOOP_SECONDS = 2.0
-# A sample takes py-spy about 0.03 s of one CPU. The pause between samples doubles after every 16.
-_SAMPLE_SECONDS = 0.4
-_SAMPLES_PER_PAUSE = 16
-_MAX_SAMPLES = 96
-# Give up if py-spy fails this often in a row, for example because tracing is not permitted.
-_MAX_FAILURES = 5
-# Code of these files shows that the thread is not in the script's own code or in a forward pass.
-_OTHER_PARTS = ("/torch/utils/data/", "/torch/autograd/", "/torch/optim/", "/torch/serialization.")
 
 
 @dataclass(slots=True)
@@ -94,50 +72,6 @@ class _CpuUse:
         return max(0, self.newest_bytes - self.first_bytes)
 
 
-@dataclass(slots=True)
-class _Stacks:
-    """The stack samples of a trainer.
-
-    Attributes:
-        pid: PID of the trainer.
-        samples: Number of samples.
-        in_python: Samples in which the main thread executed Python code of the loop itself.
-        places: How often each line was the innermost line of user code in these samples.
-    """
-
-    pid: int
-    samples: int = 0
-    in_python: int = 0
-    places: Counter[str] = field(default_factory=Counter)
-
-    def add(self, main_thread: ThreadLook) -> None:
-        """Add a sample of the main thread."""
-        self.samples += 1
-        is_other_part = any(
-            part in frame.file for frame in main_thread.frames for part in _OTHER_PARTS
-        )
-        is_other_part = is_other_part or _runs_holdfast(main_thread.frames)
-        # Operations of torch release the interpreter lock while they compute or wait for a device.
-        if is_other_part or not main_thread.holds_gil or not main_thread.frames:
-            return
-        self.in_python += 1
-        frame = innermost_user_frame(main_thread.frames)
-        self.places[f"{Path(frame.file).name}:{frame.line} in {frame.function}"] += 1
-
-
-def _runs_holdfast(frames: Sequence[Frame]) -> bool:
-    """Return whether a thread runs code of holdfast, which may call the script's functions.
-
-    The script cannot make this code faster, for example a save between two batches.
-    """
-    for frame in reversed(frames):
-        if is_holdfast_code(frame):
-            return True
-        if is_user_code(frame):
-            return False
-    return False
-
-
 class ResourceWatch:
     """Measures the processes of one attempt.
 
@@ -160,8 +94,6 @@ class ResourceWatch:
         self._emit = emit
         self._clock = clock
         self._cpus = cpu_quota()
-        self._py_spy = PySpy(find_py_spy())
-        self._failures = 0
         # The live trainers and loader workers, keyed by the names of their directories.
         self._processes: dict[str, ProcessInfo] = {}
         # Names of directories of processes that have ended or belong to another attempt.
@@ -176,8 +108,7 @@ class ResourceWatch:
         self._waits_seen = 0
         self._waits_running = 0
         self._record_at = _FIRST_RECORD_SECONDS
-        self._stacks: _Stacks | None = None
-        self._sample_at = 0.0
+        self._sampler = LoopStackSampler()
 
     def update(self) -> None:
         """Measure once, and record the measurements if they are due."""
@@ -192,7 +123,9 @@ class ResourceWatch:
         if not boards:
             return
         loop_seconds = max(loop.seconds for _, standing in boards if (loop := standing.loop))
-        self._sample_stacks(*boards[0], now)
+        info, standing = boards[0]
+        if standing.loop is not None:
+            self._sampler.update(info.pid, standing.loop, now)
         if loop_seconds >= self._record_at:
             self._record_at = 2.0 * loop_seconds
             self._record()
@@ -281,11 +214,7 @@ class ResourceWatch:
         seconds = max((use.seconds for use in self._use.values()), default=0.0)
         if seconds <= 0.0:
             return
-        worker_seconds = sum(use.seconds for use in workers)
         busy_seconds = sum(use.busy_seconds for use in (*workers, *others))
-        worker_busy = None
-        if worker_seconds > 0.0:
-            worker_busy = round(sum(use.busy_seconds for use in workers) / worker_seconds, 3)
         self._emit(
             ResourcesUsed(
                 attempt=self._attempt,
@@ -293,53 +222,23 @@ class ResourceWatch:
                 cpus=self._cpus,
                 cpus_wanted=round(busy_seconds / seconds, 2),
                 workers=round(self._most_workers, 1),
-                worker_busy=worker_busy,
+                worker_busy=_busy_share(workers),
                 bytes_read=sum(use.bytes_read for use in self._use.values()),
                 waits_seen=self._waits_seen,
                 waits_running=self._waits_running,
             )
         )
-        self._record_stacks()
+        stacks = self._sampler.as_event(self._attempt)
+        if stacks is not None:
+            self._emit(stacks)
 
-    def _record_stacks(self) -> None:
-        """Record where the sampled stacks of the training loop were, if any were sampled."""
-        stacks = self._stacks
-        if stacks is None or not stacks.samples:
-            return
-        place, count = (stacks.places.most_common(1) or [("", 0)])[0]
-        self._emit(
-            StacksSampled(
-                attempt=self._attempt,
-                pid=stacks.pid,
-                samples=stacks.samples,
-                in_python=stacks.in_python,
-                place=place,
-                at_place=count,
-            )
-        )
 
-    # --- stacks
-
-    def _sample_stacks(self, info: ProcessInfo, standing: Standing, now: float) -> None:
-        """Sample the stacks of a trainer if much of its time is spent in its own code."""
-        loop = standing.loop
-        if loop is None or loop.seconds < _MIN_LOOP_SECONDS or now < self._sample_at:
-            return
-        if loop.own_share < _MIN_OWN_SHARE or self._failures >= _MAX_FAILURES:
-            return
-        if self._stacks is None or self._stacks.pid != info.pid:
-            self._stacks = _Stacks(info.pid)
-        if self._stacks.samples >= _MAX_SAMPLES:
-            return
-        pause = _SAMPLE_SECONDS * 2 ** (self._stacks.samples // _SAMPLES_PER_PAUSE)
-        self._sample_at = now + pause
-        threads = self._py_spy.read_threads(info.pid, is_stopped=True)
-        main_threads = [thread for thread in threads or () if thread.main]
-        if main_threads:
-            self._failures = 0
-            self._stacks.add(main_threads[0])
-        else:
-            self._failures += 1
+def _busy_share(workers: Sequence[_CpuUse]) -> float | None:
+    """Return the share of their time in which workers were busy; None if none was measured."""
+    seconds = sum(worker.seconds for worker in workers)
+    if seconds <= 0.0:
+        return None
+    return round(sum(worker.busy_seconds for worker in workers) / seconds, 3)
 
 
 def _busy_seconds(process: ProcessStat) -> float:

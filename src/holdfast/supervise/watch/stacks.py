@@ -21,7 +21,12 @@ from typing import Any
 
 from holdfast.core.files import create_file, make_folder, read_file
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, clean
+from holdfast.explain.hangs.process_samples import (
+    ExaminedProcess,
+    ProcessSample,
+    ThreadSample,
+    clean,
+)
 from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
 from holdfast.supervise.watch.faulthandler_dumps import ask_for_stacks
 from holdfast.supervise.watch.process_evidence import (
@@ -32,10 +37,11 @@ from holdfast.supervise.watch.process_evidence import (
     uses_gpu,
 )
 from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
+from holdfast.supervise.watch.stack_text import describe_stacks
 
 # Time between the two samples. One second is enough to distinguish a blocked process (no CPU time,
 # same frames) from a slow one.
-_APART_SECONDS = 1.0
+_INTERVAL_SECONDS = 1.0
 _PARALLEL_SAMPLES = 8
 # Number of additional samples of a process that is computing, and their maximum number as long as
 # the functions on the stack do not change. A loop that spends most of its time in a helper function
@@ -44,7 +50,7 @@ _MORE_SAMPLES = 3
 _MORE_SAMPLES_IF_SAME = 24
 # Range of the random time between these samples, in seconds. At a fixed interval, every sample
 # could find a regular loop at the same line.
-_MORE_APART_SECONDS = (0.01, 0.05)
+_MORE_SAMPLES_INTERVAL_SECONDS = (0.01, 0.05)
 # Leaves Python's global random state unchanged. Reproducibility does not matter here.
 _RANDOM = random.SystemRandom()
 # A process counts as computing if it uses at least this share of one CPU core.
@@ -58,13 +64,13 @@ class Subject:
     """A process to sample.
 
     Args:
-        about: Known facts about the process.
+        process: What is known about the process.
         folder: Directory to which the process writes its stacks on `STACKS_SIGNAL`; None if it does
             not handle the signal.
         runs_python: Whether the process is known to run Python.
     """
 
-    about: Examined
+    process: ExaminedProcess
     folder: Path | None = None
     runs_python: bool = False
 
@@ -79,7 +85,7 @@ class StackDump:
         seconds: How long the sampling took.
     """
 
-    processes: tuple[Examined, ...]
+    processes: tuple[ExaminedProcess, ...]
     files: Mapping[int, tuple[str, ...]]
     seconds: float
 
@@ -119,7 +125,7 @@ class StackSampler:
         with ThreadPoolExecutor(_PARALLEL_SAMPLES, thread_name_prefix="holdfast-stacks") as pool:
             remaining = self._sample_all(pool, subjects, "a", files)
             elapsed_seconds = time.monotonic() - began_at
-            self._pause(max(0.0, _APART_SECONDS - elapsed_seconds))
+            self._pause(max(0.0, _INTERVAL_SECONDS - elapsed_seconds))
             remaining = self._sample_all(pool, remaining, "b", files)
             processes = tuple(pool.map(self._sample_further, remaining))
         return StackDump(
@@ -158,32 +164,32 @@ class StackSampler:
         for subject, sample in zip(subjects, pool.map(self._sample, subjects), strict=True):
             if sample is None:
                 continue
-            about = replace(subject.about, looks=(*subject.about.looks, sample))
-            remaining.append(replace(subject, about=about))
-            name = f"{self._number:04d}-{about.pid}-{letter}.txt"
+            process = replace(subject.process, samples=(*subject.process.samples, sample))
+            remaining.append(replace(subject, process=process))
+            name = f"{self._number:04d}-{process.pid}-{letter}.txt"
             # If the disk is full, the event about the hang still contains the innermost frame.
             with suppress(OSError):
-                self._write(name, about)
-                files.setdefault(about.pid, []).append(name)
+                self._write(name, process)
+                files.setdefault(process.pid, []).append(name)
         return remaining
 
-    def _write(self, name: str, about: Examined) -> None:
+    def _write(self, name: str, process: ExaminedProcess) -> None:
         make_folder(self._folder.parent, self._folder.name)
         with create_file(self._folder / name) as file:
-            file.write(describe(about).encode("utf-8", "replace"))
+            file.write(describe_stacks(process).encode("utf-8", "replace"))
 
     # --- samples ---
 
-    def _sample(self, subject: Subject) -> ProcessLook | None:
+    def _sample(self, subject: Subject) -> ProcessSample | None:
         """Return one sample of a process, or None if the process has ended."""
-        pid = subject.about.pid
+        pid = subject.process.pid
         view = read_kernel_view(pid)
         if view.state in ("", "Z", "X"):
             return None
         seconds = time.monotonic()
         source, python_threads = self._read_threads(subject, view)
         threads = _add_waits(pid, python_threads, view)
-        return ProcessLook(
+        return ProcessSample(
             seconds=seconds,
             source=source,
             state=view.state,
@@ -195,12 +201,12 @@ class StackSampler:
 
     def _read_threads(
         self, subject: Subject, view: KernelView
-    ) -> tuple[str, tuple[ThreadLook, ...]]:
+    ) -> tuple[str, tuple[ThreadSample, ...]]:
         """Return the Python threads of a process, preceded by the name of the source.
 
         The source ``"/proc"`` means that the stacks could not be read.
         """
-        pid = subject.about.pid
+        pid = subject.process.pid
         # A process in an uninterruptible wait does not respond to anything.
         if view.state == "D" or not (subject.runs_python or is_python(pid)):
             return "/proc", ()
@@ -214,33 +220,33 @@ class StackSampler:
                 return "faulthandler", threads
         return "/proc", ()
 
-    def _sample_further(self, subject: Subject) -> Examined:
+    def _sample_further(self, subject: Subject) -> ExaminedProcess:
         """Take a few more samples of a process that is computing, including its native stack.
 
         The native stack is sampled only if the Python stack does not change.
         """
-        about = replace(subject.about, uses_gpu=uses_gpu(subject.about.pid))
-        is_computing = about.cpu_share >= _BUSY_CPU_SHARE or about.last.main.waits == "running"
-        if not is_computing:
-            return about
+        process = replace(subject.process, uses_gpu=uses_gpu(subject.process.pid))
+        is_running = process.newest.main_thread.waits == "running"
+        if process.cpu_share < _BUSY_CPU_SHARE and not is_running:
+            return process
         for number in range(_MORE_SAMPLES_IF_SAME):
             # Compare functions rather than lines, because the innermost function may be a helper
             # that a loop calls.
-            if number >= _MORE_SAMPLES and not stays_in_same_functions(about):
+            if number >= _MORE_SAMPLES and not stays_in_same_functions(process):
                 break
             # Further samples without stacks are useless.
-            if about.last.source == "/proc":
+            if process.newest.source == "/proc":
                 break
             _pause_randomly()
             sample = self._sample(subject)
             if sample is not None:
-                about = replace(about, looks=(*about.looks, sample))
-        if not stays_at_same_lines(about):
-            return about
-        innermost = about.last.main.frames[-1]
-        native = self._py_spy.read_native_functions(about.pid, innermost.line, _pause_randomly)
+                process = replace(process, samples=(*process.samples, sample))
+        if not stays_at_same_lines(process):
+            return process
+        innermost = process.newest.main_thread.frames[-1]
+        native = self._py_spy.read_native_functions(process.pid, innermost.line, _pause_randomly)
         source_line = "" if native is not None else _read_source_line(innermost)
-        return replace(about, native=native, source_line=source_line)
+        return replace(process, native=native, source_line=source_line)
 
 
 def _read_source_line(frame: Frame) -> str:
@@ -253,40 +259,53 @@ def _read_source_line(frame: Frame) -> str:
 
 
 def _pause_randomly() -> None:
-    time.sleep(_RANDOM.uniform(*_MORE_APART_SECONDS))
+    time.sleep(_RANDOM.uniform(*_MORE_SAMPLES_INTERVAL_SECONDS))
 
 
-def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
+def _add_waits(
+    pid: int, threads: Sequence[ThreadSample], view: KernelView
+) -> tuple[ThreadSample, ...]:
     """Add what each Python thread waits for, and return the threads, the main thread first.
 
     Threads without Python frames are omitted, except for the main thread.
     """
-    others = [thread for thread in threads if not thread.main]
-    main = [thread for thread in threads if thread.main] or [ThreadLook(tid=pid, main=True)]
-    # faulthandler does not report the kernel's thread IDs. If there are only two threads, the other
-    # thread can still be identified.
-    other_tids = [tid for tid in view.waits if tid != pid]
-    only_other_tid = None
-    if len(other_tids) == 1 and len(threads) == 2:
-        only_other_tid = other_tids[0]
+    main = [thread for thread in threads if thread.is_main]
+    if not main:
+        main = [ThreadSample(tid=pid, is_main=True)]
+    others = [thread for thread in threads if not thread.is_main]
+    other_tid = _tid_of_only_other_thread(pid, threads, view)
     complete = []
     for thread in [*main, *others]:
         # The thread ID of the main thread is the PID.
-        tid = pid if thread.main else only_other_tid or thread.tid
+        tid = pid if thread.is_main else other_tid or thread.tid
         complete.append(_with_wait(replace(thread, tid=tid), view))
     return tuple(complete)
 
 
-def _native_threads(threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
+def _tid_of_only_other_thread(
+    pid: int, threads: Sequence[ThreadSample], view: KernelView
+) -> int | None:
+    """Return the kernel's ID of the only thread beside the main thread; None if there are several.
+
+    faulthandler does not report the kernel's thread IDs. If there are only two threads, the other
+    thread can still be identified.
+    """
+    other_tids = [tid for tid in view.waits if tid != pid]
+    if len(other_tids) == 1 and len(threads) == 2:
+        return other_tids[0]
+    return None
+
+
+def _native_threads(threads: Sequence[ThreadSample], view: KernelView) -> tuple[ThreadSample, ...]:
     """Return the threads of a process that are not among its Python threads.
 
     If the kernel's IDs of the Python threads are unknown, these threads are returned too.
     """
     tids = {thread.tid for thread in threads}
-    return tuple(_with_wait(ThreadLook(tid=tid), view) for tid in view.waits if tid not in tids)
+    return tuple(_with_wait(ThreadSample(tid=tid), view) for tid in view.waits if tid not in tids)
 
 
-def _with_wait(thread: ThreadLook, view: KernelView) -> ThreadLook:
+def _with_wait(thread: ThreadSample, view: KernelView) -> ThreadSample:
     """Add to a thread what it waits for, according to the kernel."""
     wait = view.waits.get(thread.tid, ThreadWait())
     return replace(
@@ -297,63 +316,19 @@ def _with_wait(thread: ThreadLook, view: KernelView) -> ThreadLook:
     )
 
 
-def stays_at_same_lines(about: Examined) -> bool:
+def stays_at_same_lines(process: ExaminedProcess) -> bool:
     """Return whether the main thread's stack had the same lines in every sample."""
-    return _is_constant(about, lambda frame: frame)
+    return _is_constant(process, lambda frame: frame)
 
 
-def stays_in_same_functions(about: Examined) -> bool:
+def stays_in_same_functions(process: ExaminedProcess) -> bool:
     """Return whether the main thread's stack had the same functions in every sample."""
-    return _is_constant(about, lambda frame: (frame.file, frame.function))
+    return _is_constant(process, lambda frame: (frame.file, frame.function))
 
 
-def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
+def _is_constant(process: ExaminedProcess, key: Callable[[Frame], Hashable]) -> bool:
     """Return whether `key` maps the main thread's frames to the same values in every sample."""
-    stacks = {tuple(key(frame) for frame in sample.main.frames) for sample in about.looks}
-    return bool(about.last.main.frames) and len(stacks) == 1
-
-
-# --- as text ---
-
-
-def describe(about: Examined) -> str:
-    """Return the newest sample of a process as text, with the innermost frame first."""
-    lines = [_describe_process(about)]
-    if about.phase:
-        lines.append(
-            f"in the phase {about.phase!r} for {about.seconds:.1f} s, at step {about.step}"
-        )
-    for thread in about.last.threads:
-        lines += ["", _describe_thread(thread)]
-        lines += [
-            f'  File "{frame.file}", line {frame.line} in {frame.function}'
-            for frame in reversed(thread.frames)
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _describe_process(about: Examined) -> str:
-    sample = about.last
-    rank = "" if about.rank is None else f", rank {about.rank}"
-    text = (
-        f"process {about.pid} ({about.role}{rank}), state {sample.state},"
-        f" {sample.cpu_seconds:.2f} s of CPU time, {sample.io_bytes} bytes read and written;"
-        f" stacks from {sample.source}"
-    )
-    if sample.main.frames:
-        text += ", innermost call first"
-    return text
-
-
-def _describe_thread(thread: ThreadLook) -> str:
-    name = thread.name
-    if not name and thread.main:
-        name = "MainThread"
-    text = f"thread {thread.tid} {name}"
-    if thread.waits:
-        text += f": {thread.waits}"
-        if thread.target:
-            text += f" ({thread.target})"
-    if thread.holds_gil:
-        text += ", holds the interpreter's lock"
-    return text
+    stacks = {
+        tuple(key(frame) for frame in sample.main_thread.frames) for sample in process.samples
+    }
+    return bool(process.newest.main_thread.frames) and len(stacks) == 1

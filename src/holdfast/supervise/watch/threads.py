@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from holdfast.core.events.process_events import WatchingFailed
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
 
-# Delay before watching starts, so that a short command is not slowed down by the imports.
-_FIRST_SECONDS = 1.0
+# Watching starts after this delay, so that a short command is not slowed down by the imports.
+_START_DELAY_SECONDS = 1.0
 # Interval between tests of the memory trend. The trend is measured over minutes, and reading a
 # run's samples takes a few milliseconds.
-_TREND_SECONDS = 10.0
+_TREND_INTERVAL_SECONDS = 10.0
 # How long to wait at the end for a thread, which may be sampling stacks. The threads are daemons,
 # so they cannot delay the exit of the interpreter.
-_JOIN_SECONDS = 5.0
+_MAX_JOIN_SECONDS = 5.0
 _MAX_MESSAGE_LENGTH = 300
 
 
@@ -38,12 +38,12 @@ def watching(watch: AttemptWatch) -> Iterator[None]:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(_JOIN_SECONDS)
+            thread.join(_MAX_JOIN_SECONDS)
 
 
 def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
     """Run the watchdog until `stop` is set."""
-    if stop.wait(_FIRST_SECONDS):
+    if stop.wait(_START_DELAY_SECONDS):
         return
     from holdfast.supervise.watch.watchdog import Watchdog
 
@@ -52,19 +52,19 @@ def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
 
 def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
     """Test the trainers' memory for leaks until `stop` is set, and once more at the end."""
-    if stop.wait(_FIRST_SECONDS):
+    if stop.wait(_START_DELAY_SECONDS):
         return
     from holdfast.supervise.leaks.trends import MemoryTrends
 
     trends = MemoryTrends(watch.run_path, emit=watch.emit, say=watch.say, attempt=watch.attempt)
-    while not stop.wait(_TREND_SECONDS):
+    while not stop.wait(_TREND_INTERVAL_SECONDS):
         trends.update()
     trends.finish()
 
 
 def watch_resources(watch: AttemptWatch, stop: threading.Event) -> None:
     """Measure what the training processes use until `stop` is set."""
-    if stop.wait(_FIRST_SECONDS):
+    if stop.wait(_START_DELAY_SECONDS):
         return
     from holdfast.supervise.watch.resources import UPDATE_SECONDS, ResourceWatch
 

@@ -27,8 +27,8 @@ from holdfast.explain.hangs.blame import (
     describe_frame,
     diagnose_hang,
 )
-from holdfast.explain.hangs.evidence import Examined
-from holdfast.explain.hangs.frames import user_frame
+from holdfast.explain.hangs.frames import frame_to_show
+from holdfast.explain.hangs.process_samples import ExaminedProcess
 from holdfast.recorder.progress import ProcessPhase
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import ProcessStat, descendants, read_process, read_table
@@ -395,8 +395,7 @@ class Watchdog:
             seconds: Time without progress.
         """
         blamed = diagnosis.process
-        phase = suspect.standing.phase
-        is_traced = blamed.last.state == "t"
+        is_traced = blamed.newest.state == "t"
         # Only wait if the process is being debugged, or is not known to be a torch program. A
         # restart would not give a process more CPU time.
         if is_traced or suspect.info.torch is None or diagnosis.starved:
@@ -404,12 +403,26 @@ class Watchdog:
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
             self._continued.add(blamed.pid)
             return "continue"
-        if diagnosis.heals and seconds < _WORKER_RECOVERY_SECONDS:
+        if self._may_recover(suspect, diagnosis, seconds):
             return "wait"
-        may_move_on = phase is ProcessPhase.STARTING or seconds < self._watch.limits.moving_seconds
-        if diagnosis.moving and may_move_on:
-            return "wait"
-        return "end" if phase is ProcessPhase.ENDING else "restart"
+        return "end" if suspect.standing.phase is ProcessPhase.ENDING else "restart"
+
+    def _may_recover(
+        self, suspect: WatchedProcess, diagnosis: HangDiagnosis, seconds: float
+    ) -> bool:
+        """Return whether the run may still recover by itself, so that it is too early to kill it.
+
+        Args:
+            suspect: The process without progress.
+            diagnosis: The diagnosis from the stacks of all examined processes.
+            seconds: Time without progress.
+        """
+        if diagnosis.may_recover and seconds < _WORKER_RECOVERY_SECONDS:
+            return True
+        if not diagnosis.moving:
+            return False
+        is_starting = suspect.standing.phase is ProcessPhase.STARTING
+        return is_starting or seconds < self._watch.limits.moving_seconds
 
     # --- which processes are examined ---
 
@@ -447,7 +460,9 @@ class Watchdog:
         return subjects
 
 
-def _list_ranks(examination: _Examination, blamed: Examined) -> tuple[process_events.HungRank, ...]:
+def _list_ranks(
+    examination: _Examination, blamed: ExaminedProcess
+) -> tuple[process_events.HungRank, ...]:
     """Return where each judged process was; nothing if there is only one.
 
     The blamed process and the suspect come first, because at most `_MAX_LISTED` are returned.
@@ -463,7 +478,7 @@ def _list_ranks(examination: _Examination, blamed: Examined) -> tuple[process_ev
             rank=process.rank,
             step=process.step,
             phase=process.phase,
-            frame=describe_frame(user_frame(process.last.main.frames)),
+            frame=describe_frame(frame_to_show(process.newest.main_thread.frames)),
         )
         for process in judged[:_MAX_LISTED]
     )
@@ -480,8 +495,10 @@ def _make_subject(
         judged_at: Time of the current check; None if the process is not judged.
     """
     if watched is None:
-        return Subject(about=Examined(pid=process.pid, ppid=process.ppid, role="unobserved"))
-    about = Examined(
+        return Subject(
+            process=ExaminedProcess(pid=process.pid, ppid=process.ppid, role="unobserved")
+        )
+    examined = ExaminedProcess(
         pid=process.pid,
         ppid=process.ppid,
         role=watched.info.role,
@@ -492,4 +509,6 @@ def _make_subject(
         judged=judged_at is not None,
     )
     can_answer = watched.info.stacks_signal == STACKS_SIGNAL
-    return Subject(about=about, folder=watched.folder if can_answer else None, runs_python=True)
+    return Subject(
+        process=examined, folder=watched.folder if can_answer else None, runs_python=True
+    )

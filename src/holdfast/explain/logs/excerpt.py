@@ -2,7 +2,7 @@
 
 The beginning and the end of the log are kept. From the middle, only the lines that contain an error
 word (see ``words.txt``) are kept, together with a few lines before and after each of them. Line
-numbers start at 1, as in an editor. ``text`` interprets the lines.
+numbers start at 1, as in an editor. ``log_text`` interprets the lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
-_OVERHEAD_OF_A_LINE_BYTES = 64
+_LINE_OVERHEAD_BYTES = 64
 # Only this many bytes at each end of a line are kept. The middle of a longer line is omitted.
 _HALF_LINE_BYTES = 1 << 14
 # How many lines are kept before and after a hit, because a message may have several lines.
@@ -66,7 +66,7 @@ class LogLine(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptLog:
+class LogExcerpt:
     """The lines of a log that were kept because they may matter."""
 
     # The lines in log order.
@@ -77,7 +77,7 @@ class KeptLog:
     complete: bool
 
 
-def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
+def read_excerpt(stream: Readable, *, first_number: int = 1) -> LogExcerpt:
     """Read a log to its end and return the lines that matter.
 
     At most about 30 MiB of memory are used, regardless of the number and length of the lines.
@@ -94,7 +94,7 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
     number = first_number
     for block in _blocks(stream):
         line_count = block.count(b"\n")
-        weight = len(block) + _OVERHEAD_OF_A_LINE_BYTES * line_count
+        weight = len(block) + _LINE_OVERHEAD_BYTES * line_count
         if head_bytes < _HEAD_BYTES:
             head += _split(block, number)
             head_bytes += weight
@@ -102,10 +102,10 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
             hits.search(block, number)
             tail.append(block, number, weight)
         number += line_count
-    lines = {line.number: line for line in (*head, *hits.kept(), *tail.lines())}
+    lines = {line.number: line for line in (*head, *hits.lines(), *tail.lines())}
     in_order = tuple(lines[key] for key in sorted(lines))
     total = in_order[-1].number - first_number + 1 if in_order else 0
-    return KeptLog(lines=in_order, total_lines=total, complete=len(in_order) == total)
+    return LogExcerpt(lines=in_order, total_lines=total, complete=len(in_order) == total)
 
 
 def _blocks(stream: Readable) -> Iterator[bytes]:
@@ -188,21 +188,21 @@ class _Hits:
         if first > self._keep_until and not any(word in lowered for word in _WORDS):
             return
         lines = _lines_of(block)
-        with_word = _lines_with_words(lowered, lines)
+        with_word = _find_lines_with_words(lowered, lines)
         # The index of the last line that was kept, or -1 if none was. No line is kept twice.
-        kept_to = -1
+        newest_kept = -1
         for index, line in enumerate(lines):
             number = first + index
             if index in with_word and self._record_hit(line):
                 after = _LINES_AFTER_TRACEBACK if _TRACEBACK in line else _LINES_AFTER
                 self._keep_until = max(self._keep_until, number + after)
                 # Also keep the lines before the hit that were not kept already.
-                for before in range(max(kept_to + 1, index - _LINES_BEFORE), index):
+                for before in range(max(newest_kept + 1, index - _LINES_BEFORE), index):
                     self._keep(LogLine(first + before, _cut(lines[before])))
             elif number > self._keep_until:
                 continue
             self._keep(LogLine(number, _cut(line)))
-            kept_to = index
+            newest_kept = index
 
     def _record_hit(self, line: bytes) -> bool:
         """Count a line with an error word, and return whether it is a hit.
@@ -219,7 +219,7 @@ class _Hits:
         return count < _MAX_REPEATS
 
     def _keep(self, line: LogLine) -> None:
-        size = len(line.data) + _OVERHEAD_OF_A_LINE_BYTES
+        size = len(line.data) + _LINE_OVERHEAD_BYTES
         if self._first_bytes < _FIRST_HITS_BYTES:
             self._first.append(line)
             self._first_bytes += size
@@ -228,14 +228,14 @@ class _Hits:
         self._newest_bytes += size
         while self._newest_bytes > _NEWEST_HITS_BYTES:
             oldest = self._newest.popleft()
-            self._newest_bytes -= len(oldest.data) + _OVERHEAD_OF_A_LINE_BYTES
+            self._newest_bytes -= len(oldest.data) + _LINE_OVERHEAD_BYTES
 
-    def kept(self) -> list[LogLine]:
+    def lines(self) -> list[LogLine]:
         """Return the lines that were kept, in log order."""
         return [*self._first, *self._newest]
 
 
-def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
+def _find_lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     """Return the indices of the lines in a block that contain an error word.
 
     The whole block is searched for each word, because searching line by line takes ten times as
@@ -261,12 +261,12 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     return indices
 
 
-def relevant_lines(texts: Sequence[str]) -> set[int]:
+def find_lines_with_error_words(texts: Sequence[str]) -> set[int]:
     """Return the indices of the lines that contain an error word."""
     lines = [text.lower().encode("utf-8", errors="replace") for text in texts]
-    return _lines_with_words(b"\n".join([*lines, b""]), lines)
+    return _find_lines_with_words(b"\n".join([*lines, b""]), lines)
 
 
-def is_relevant(text: str) -> bool:
+def has_error_word(text: str) -> bool:
     """Return whether a line contains an error word."""
-    return bool(relevant_lines([text]))
+    return bool(find_lines_with_error_words([text]))

@@ -2,7 +2,7 @@
 
 Every exception is a candidate, and so is every line that matches a signature. A chain of exceptions
 yields only one candidate. A candidate's `Tier` says how certain it is that the failure ended its
-process.
+process; `earlier_tracebacks` corrects the tiers by comparing the candidates with each other.
 
 `ends` judges how the processes ended, and `choosing` picks one of the candidates.
 """
@@ -10,31 +10,29 @@ process.
 from __future__ import annotations
 
 import itertools
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 
 from holdfast.explain.causes.candidate import GENERIC_RANK, TYPE_RANK, CandidateCause, Tier
+from holdfast.explain.causes.earlier_tracebacks import (
+    demote_earlier_starts,
+    demote_earlier_tracebacks,
+)
 from holdfast.explain.causes.error_lines import find_error_line
-from holdfast.explain.causes.own_errors import OwnError, find_own_error
+from holdfast.explain.causes.holdfast_errors import HoldfastErrorMatch, find_holdfast_error
 from holdfast.explain.causes.shadowing import find_shadowing_file
 from holdfast.explain.evidence import Evidence, Statement, is_user_code
-from holdfast.explain.signatures import all_signatures, endings
-from holdfast.explain.signatures.matching import SignatureMatch, best_kind, match_all
+from holdfast.explain.signatures import all_signatures, ids
+from holdfast.explain.signatures.matching import SignatureMatch, find_best_kind, match_all
 from holdfast.explain.signatures.signature import Signature
 
 # An exception that matches a signature with at most this `Signature.rank` (hardware, memory, device
 # asserts) is taken as the root even if it was raised from another exception.
-_STRONG_RANK = 30
+_MAX_STRONG_RANK = 30
 # Lines that match a signature with at most this `Signature.rank` come from the kernel, a driver or
 # a scheduler, and report a hardware or memory failure that no process survives.
-_LOUD_RANK = 20
-# Tracebacks that are at most this many lines apart are assumed to report the same failure, such as
-# the tracebacks of a child process and of its parent.
-_BURST_LINES = 150
-_NUMBER = re.compile(r"\d+")
+_MAX_LOUD_RANK = 20
 # Classes of exceptions that only repeat the traceback of another exception.
 _REPETITIONS = frozenset(
     {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
@@ -44,12 +42,12 @@ _REPETITIONS = frozenset(
 def find_candidates(evidence: Evidence) -> list[CandidateCause]:
     """Return all possible causes found in the statements, in the order of the statements."""
     candidates = []
-    for chain in _chains(evidence.statements):
-        candidate = _candidate_of(chain)
+    for chain in _group_into_chains(evidence.statements):
+        candidate = _make_candidate(chain)
         if candidate is not None:
             candidates.append(candidate)
     candidates += _unknown_error_lines(evidence, candidates)
-    return _demote_earlier_starts(_demote_earlier_tracebacks(candidates))
+    return demote_earlier_starts(demote_earlier_tracebacks(candidates))
 
 
 def order_candidates(
@@ -92,7 +90,7 @@ def order_candidates(
 # --- From statements to candidates ----------------------------------------------------------------
 
 
-def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
+def _group_into_chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     """Group exceptions that led to one another into chains, each with the root cause first.
 
     A log line forms a chain of its own.
@@ -102,7 +100,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     for statement in statements:
         chain.append(statement)
         # Only an exception can lead to another exception, so a log line always ends its chain.
-        if not statement.cause or statement.kind == "line":
+        if not statement.led_to_another or statement.kind == "line":
             chains.append(tuple(chain))
             chain = []
     if chain:
@@ -110,17 +108,19 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     return chains
 
 
-def _candidate_of(chain: tuple[Statement, ...]) -> CandidateCause | None:
+def _make_candidate(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return the candidate for a chain of exceptions or a log line, or None if there is none."""
-    own_error = find_own_error(chain)
+    own_error = find_holdfast_error(chain)
     if own_error is not None:
-        return _candidate_of_own_error(own_error, chain)
+        return _make_candidate_from_holdfast_error(own_error, chain)
     if chain[0].kind == "line":
-        return _candidate_of_line(chain[0])
-    return _shadowed_module(chain) or _known_exception(chain) or _unknown_exception(chain)
+        return _make_candidate_from_line(chain[0])
+    return _find_shadowed_module(chain) or _match_exception(chain) or _quote_exception(chain)
 
 
-def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> CandidateCause:
+def _make_candidate_from_holdfast_error(
+    error: HoldfastErrorMatch, chain: tuple[Statement, ...]
+) -> CandidateCause:
     """Return the candidate for a holdfast error that was found in a chain or in a log line."""
     statement = error.statement
     if statement.fatal is False:
@@ -134,8 +134,8 @@ def _candidate_of_own_error(error: OwnError, chain: tuple[Statement, ...]) -> Ca
     return CandidateCause(signature=error.signature, statement=statement, tier=tier, chain=chain)
 
 
-# Return a candidate for a log line that matches a signature, or None if no signature matches.
-def _candidate_of_line(line: Statement) -> CandidateCause | None:
+def _make_candidate_from_line(line: Statement) -> CandidateCause | None:
+    """Return the candidate for a log line, or None if no signature matches the line."""
     matches = match_all(line)
     if not matches:
         return None
@@ -145,7 +145,7 @@ def _candidate_of_line(line: Statement) -> CandidateCause | None:
         statement=line,
         tier=_tier_of_line(line, best),
         chain=(line,),
-        also=tuple(others),
+        other_signatures=tuple(others),
     )
 
 
@@ -153,7 +153,7 @@ def _tier_of_line(line: Statement, signature: Signature) -> Tier:
     """Return the tier of a log line that matches a signature."""
     if line.fatal is False or (line.logged and not line.fatal):
         return Tier.CAUGHT
-    if line.fatal or signature.rank <= _LOUD_RANK:
+    if line.fatal or signature.rank <= _MAX_LOUD_RANK:
         return Tier.NOT_CONTINUED
     return Tier.OTHER_LINE
 
@@ -167,12 +167,12 @@ def _tier_of_exception(last: Statement) -> Tier:
     return Tier.LAST_LINE
 
 
-def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
+def _find_shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return a candidate if a user file shadowed the module that was to be imported, or None."""
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
-            signature = all_signatures()[endings.SHADOWED]
+            signature = all_signatures()[ids.SHADOWED]
             title = f"{signature.title}: {PurePath(file).name}"
             return CandidateCause(
                 signature=replace(signature, title=title),
@@ -183,7 +183,7 @@ def _shadowed_module(chain: tuple[Statement, ...]) -> CandidateCause | None:
     return None
 
 
-def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
+def _match_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return a candidate for the exception in a chain that has the best matching signature.
 
     Return None if no signature matches, or if the best signature is a cascade that an earlier
@@ -195,29 +195,23 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     ]
     if not best_matches:
         return None
-    known = {index for index, _ in best_matches}
+    with_signature = {index for index, _ in best_matches}
 
-    # A later exception of the chain may name the cause of an earlier one, such as an HTTP error.
-    explained = {
-        signature_id for _, signature in best_matches for signature_id in signature.explains
-    }
-    best_matches = [
-        (index, signature) for index, signature in best_matches if signature.id not in explained
-    ] or best_matches
+    best_matches = _without_explained(best_matches) or best_matches
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
         # Prefer roots to cascades, then specific to generic signatures, then signatures with at
-        # most `_STRONG_RANK` to others, then earlier exceptions in the chain to later ones.
+        # most `_MAX_STRONG_RANK` to others, then earlier exceptions in the chain to later ones.
         return (
             signature.role != "root",
             signature.rank >= GENERIC_RANK,
-            signature.rank > _STRONG_RANK,
+            signature.rank > _MAX_STRONG_RANK,
             index,
         )
 
     index, signature = min(best_matches, key=precedence)
-    first = _first_original(chain)
+    first = _index_of_first_original(chain)
     follows_from_another = first is not None and first < index
     if signature.role != "root" and follows_from_another:
         return None
@@ -226,9 +220,18 @@ def _known_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
         statement=chain[index],
         tier=_tier_of_exception(chain[-1]),
         chain=chain,
-        follows_unknown=follows_from_another and first not in known,
-        also=_other_signatures(itertools.chain(*matches_of_chain), signature),
+        follows_unknown=follows_from_another and first not in with_signature,
+        other_signatures=_other_signatures(itertools.chain(*matches_of_chain), signature),
     )
+
+
+def _without_explained(matches: Sequence[tuple[int, Signature]]) -> list[tuple[int, Signature]]:
+    """Return the matches that no other match of the same chain explains.
+
+    A later exception of the chain may name the cause of an earlier one, such as an HTTP error.
+    """
+    explained = {signature_id for _, signature in matches for signature_id in signature.explains}
+    return [(index, signature) for index, signature in matches if signature.id not in explained]
 
 
 def _other_signatures(
@@ -245,9 +248,9 @@ def _other_signatures(
     return tuple(signatures.values())
 
 
-def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
+def _quote_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     """Return a candidate that quotes the first original exception in a chain, or None."""
-    first = _first_original(chain)
+    first = _index_of_first_original(chain)
     if first is None:
         return None
     statement = chain[first]
@@ -259,7 +262,7 @@ def _unknown_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     )
 
 
-def _first_original(chain: Sequence[Statement]) -> int | None:
+def _index_of_first_original(chain: Sequence[Statement]) -> int | None:
     """Return the index of the first exception that does not merely repeat another one, or None.
 
     An exception that a script raised on purpose while it handled another one counts as the first,
@@ -269,7 +272,7 @@ def _first_original(chain: Sequence[Statement]) -> int | None:
     for index, statement in enumerate(chain):
         if statement.exception in _REPETITIONS:
             continue
-        if first is None or statement.replaces_cause:
+        if first is None or statement.replaces_previous:
             first = index
     return first
 
@@ -287,10 +290,10 @@ def _unknown_error_lines(
     """
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
-    if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
+    if all(candidate.signature.id == ids.ABORTED for candidate in relevant):
         # There is no other candidate, or only an abort, which does not explain the failure.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
-    elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
+    elif any(candidate.signature.id == ids.NCCL_FAILED for candidate in candidates):
         # The exception only says that NCCL failed. A warning printed by NCCL may give the reason.
         line = _unknown_nccl_warning(evidence.statements)
     if line is None:
@@ -318,10 +321,10 @@ def _fallback_signature(statement: Statement) -> Signature:
     wrong as often as it is right.
     """
     is_exception = statement.kind == "exception"
-    signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
+    signature = all_signatures()[ids.UNCAUGHT if is_exception else ids.ERROR_LINE]
     signature = replace(signature, fix="")
     raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
-    kind = best_kind(statement)
+    kind = find_best_kind(statement)
     if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
         return replace(
             signature,
@@ -331,113 +334,3 @@ def _fallback_signature(statement: Statement) -> Signature:
             explains=kind.explains,
         )
     return replace(signature, family="user code" if raised_in_own_code else "unknown")
-
-
-# --- Earlier tracebacks ---------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _LaterFailures:
-    """The failures that a rank reported after the traceback that is being judged."""
-
-    # The earliest traceback that is known to be part of the process's end.
-    earliest: Statement | None = None
-    # Whether these failures include a root that may have ended the process.
-    include_root: bool = False
-
-
-def _demote_earlier_tracebacks(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
-    """Lower the tier of tracebacks that precede the traceback that ended their process.
-
-    If a process printed two tracebacks and no progress after either, the later traceback ended the
-    process. The earlier traceback reports the same failure only if it is close to the later one and
-    no retry or progress was printed in between. A traceback that is followed by progress can be the
-    cause only if no root comes after it.
-
-    Returns:
-        The candidates in the same order, with their tiers adjusted.
-    """
-    later_by_rank: dict[int | None, _LaterFailures] = defaultdict(_LaterFailures)
-    result = []
-    for candidate in reversed(candidates):
-        statement = candidate.statement
-        if statement.kind == "line" or not statement.source:
-            result.append(candidate)
-            continue
-        later = later_by_rank[statement.rank]
-        judged = replace(candidate, tier=_tier_given_later_failures(candidate, later))
-        if judged.tier == Tier.NOT_CONTINUED:
-            later.earliest = statement
-        if not judged.is_caught and judged.signature.role == "root":
-            later.include_root = True
-        result.append(judged)
-    result.reverse()
-    return result
-
-
-def _demote_earlier_starts(candidates: Sequence[CandidateCause]) -> list[CandidateCause]:
-    """Lower the tier of failures that belong to an earlier start of the same script.
-
-    If the same statement of the main module is on another line in a later traceback, the script was
-    edited and started again in between, and its output was appended to the same file.
-
-    Returns:
-        The candidates in the same order, with their tiers adjusted.
-    """
-    newest_lines: dict[tuple[str, str], int] = {}
-    first_position_of_newest_start: int | None = None
-    for candidate in reversed(candidates):
-        place = _place_in_main_module(candidate)
-        if place is None:
-            continue
-        script, line = place
-        if newest_lines.setdefault(script, line) != line:
-            break
-        first_position_of_newest_start = candidate.statement.position
-    else:
-        return list(candidates)
-    started_at = first_position_of_newest_start or 0
-    return [
-        replace(candidate, tier=Tier.CAUGHT)
-        if candidate.statement.source and candidate.statement.position < started_at
-        else candidate
-        for candidate in candidates
-    ]
-
-
-def _place_in_main_module(candidate: CandidateCause) -> tuple[tuple[str, str], int] | None:
-    """Return the file and code of a traceback's outermost frame, and its line number.
-
-    Return None if the frame is not in a main module or if its code is unknown.
-    """
-    frames = candidate.chain[-1].frames
-    if not frames or frames[0].function != "<module>" or not frames[0].code:
-        return None
-    return (frames[0].file, frames[0].code), frames[0].line
-
-
-def _tier_given_later_failures(candidate: CandidateCause, later: _LaterFailures) -> Tier:
-    """Return the tier of a candidate, given the failures that the same rank reported after it."""
-    last = candidate.chain[-1]
-    if candidate.tier == Tier.NOT_CONTINUED:
-        is_far = later.earliest is not None and _is_far(candidate.statement, later.earliest)
-        continued = last.resumed and later.include_root
-        return Tier.CAUGHT if is_far or continued else candidate.tier
-    if last.overtaken and not later.include_root:
-        return Tier.OTHER_LINE
-    return candidate.tier
-
-
-def _is_far(statement: Statement, later: Statement) -> bool:
-    """Return whether a traceback is too far from a later one to report the same failure.
-
-    A traceback that is printed thousands of times, of which only some are kept, is never far.
-    """
-    repeats = later.exception == statement.exception and (
-        _without_numbers(later.text) == _without_numbers(statement.text)
-    )
-    return not repeats and later.position - statement.position > _BURST_LINES
-
-
-def _without_numbers(text: str) -> str:
-    return _NUMBER.sub("#", text)

@@ -34,7 +34,7 @@ _SIGNATURE_RANK = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnError:
+class HoldfastErrorMatch:
     """A holdfast error that was found in a chain of exceptions or in a log line.
 
     Attributes:
@@ -46,12 +46,12 @@ class OwnError:
     signature: Signature
 
 
-def find_own_error(chain: tuple[Statement, ...]) -> OwnError | None:
+def find_holdfast_error(chain: tuple[Statement, ...]) -> HoldfastErrorMatch | None:
     """Return the outermost holdfast error in a chain of exceptions, or None if there is none."""
     for statement in reversed(chain):
         rule = all_rules().get(_rule_id_in(statement))
         if rule is not None:
-            return OwnError(statement=statement, signature=_signature_of(rule, statement))
+            return HoldfastErrorMatch(statement=statement, signature=_signature_of(rule, statement))
     return None
 
 

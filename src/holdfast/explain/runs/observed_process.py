@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Statement
-from holdfast.explain.runs.statements import event_text
+from holdfast.explain.runs.statements import text_of_field
 from holdfast.recorder.progress import ProcessPhase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 
@@ -53,8 +53,8 @@ class ObservedProcess:
         if exits:
             newest = exits[-1].data
             return ProcessExit(
-                call=event_text(newest.get("how")) or None,
-                message=event_text(newest.get("said"))[:_MAX_EXIT_MESSAGE_CHARACTERS],
+                call=text_of_field(newest.get("how")) or None,
+                message=text_of_field(newest.get("said"))[:_MAX_EXIT_MESSAGE_CHARACTERS],
             )
         if any(event.kind == "torch_imported" for event in self.events):
             return ProcessExit(call="os._exit")

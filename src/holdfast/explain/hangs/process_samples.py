@@ -1,8 +1,7 @@
-"""Observations of a process that makes no progress: its stacks and what the kernel reports.
+"""Samples of a process that makes no progress: its stacks and what the kernel reports about it.
 
-A process is usually inspected twice, about a second apart, to see whether anything changes. Each
-inspection is called a look. ``supervise`` performs the looks, and ``classification`` and ``blame``
-interpret them.
+A process is usually sampled twice, about a second apart, to see whether anything changes.
+``supervise`` takes the samples, and ``classification`` and ``blame`` interpret them.
 
 The names in these records come from an untrusted process. `clean` removes control characters from
 a name, but code that displays the name must also escape it.
@@ -19,7 +18,7 @@ from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
 # What a thread waits for, or "" if unknown.
-Waits = Literal[
+WaitKind = Literal[
     "",
     "running",
     "openmp",
@@ -41,7 +40,7 @@ _READS = ("read", "readv")
 _WRITES = ("write", "writev")
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 # For each thing that a thread can wait for, the system calls in which the thread waits for it.
-_SYSTEM_CALLS: dict[Waits, str] = {
+_SYSTEM_CALLS: dict[WaitKind, str] = {
     "futex": "futex futex_waitv",
     "sleep": "nanosleep clock_nanosleep",
     "child": "wait4 waitid",
@@ -55,7 +54,7 @@ _SYSTEM_CALLS: dict[Waits, str] = {
     "device": "ioctl",
     "signal": "pause rt_sigsuspend rt_sigtimedwait",
 }
-_WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
+_WAITS_OF_SYSTEM_CALL: dict[str, WaitKind] = {
     system_call: waits
     for waits, system_calls in _SYSTEM_CALLS.items()
     for system_call in system_calls.split()
@@ -63,7 +62,7 @@ _WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
 # For each thing that a thread can wait for, a pattern for the kernel functions in which the thread
 # waits for it, as named by ``/proc/<pid>/wchan`` on Linux 5.10 to 6.18. The first pattern that
 # matches wins.
-_KERNEL_FUNCTIONS: dict[Waits, str] = {
+_KERNEL_FUNCTIONS: dict[WaitKind, str] = {
     "futex": "futex",
     "sleep": "nanosleep|hrtimer",
     "child": "do_wait$|wait_consider|kernel_wait4|do_wait_pid",
@@ -86,7 +85,9 @@ def clean(text: str) -> str:
     return sanitise(text, most=_LONGEST_NAME)
 
 
-def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
+def classify_wait(
+    *, syscall: str, channel: str = "", target: str = "", library: str = ""
+) -> WaitKind:
     """Return what a thread waits for, or "" if unknown.
 
     Args:
@@ -110,7 +111,7 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
     return _WAITS_OF_SYSTEM_CALL.get(syscall) or _waits_of_kernel_function(channel) or transferred
 
 
-def _transferred(syscall: str, target: str) -> Waits:
+def _transferred(syscall: str, target: str) -> WaitKind:
     """Return what a read or write call waits for, inferred from the call's target.
 
     Return "" for any other system call, or if the target is unknown.
@@ -124,7 +125,7 @@ def _transferred(syscall: str, target: str) -> Waits:
     return "file" if target.startswith("/") else ""
 
 
-def _waits_of_kernel_function(name: str) -> Waits:
+def _waits_of_kernel_function(name: str) -> WaitKind:
     """Return what a thread that sleeps in a kernel function waits for, or "" if unknown."""
     if name:
         for waits, pattern in _KERNEL_FUNCTIONS.items():
@@ -134,20 +135,20 @@ def _waits_of_kernel_function(name: str) -> Waits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThreadLook:
-    """The state of one thread at the time of a look."""
+class ThreadSample:
+    """The state of one thread when its process was sampled."""
 
     # The kernel's thread id, or 0 if unknown.
     tid: int = 0
     # The name of the Python thread.
     name: str = ""
     # Whether this is the main thread.
-    main: bool = False
+    is_main: bool = False
     # The Python frames, with the innermost frame last.
     frames: tuple[Frame, ...] = ()
     # Whether the thread holds the GIL; None if unknown.
     holds_gil: bool | None = None
-    waits: Waits = ""
+    waits: WaitKind = ""
     # The file, pipe or socket that the thread waits for; empty if it waits for something else.
     target: str = ""
     # How long the thread has so far been ready to run but waited for a free CPU; 0 if unknown.
@@ -155,10 +156,10 @@ class ThreadLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLook:
-    """The state of one process at the time of a look."""
+class ProcessSample:
+    """The state of one process when it was sampled."""
 
-    # The time of the look, in seconds on the monotonic clock.
+    # The time of the sample, in seconds on the monotonic clock.
     seconds: float
     # The source of the stacks: "py-spy", "faulthandler", or "/proc", which provides no stacks.
     source: str = "/proc"
@@ -169,17 +170,17 @@ class ProcessLook:
     # The number of bytes that the process has read and written so far; 0 if unknown.
     io_bytes: int = 0
     # The threads of the process that run Python, with the main thread first.
-    threads: tuple[ThreadLook, ...] = ()
+    threads: tuple[ThreadSample, ...] = ()
     # All other threads of the process, such as those of OpenMP.
-    native_threads: tuple[ThreadLook, ...] = ()
+    native_threads: tuple[ThreadSample, ...] = ()
 
     @property
-    def main(self) -> ThreadLook:
-        """Return the main thread, or an empty `ThreadLook` if it is unknown."""
+    def main_thread(self) -> ThreadSample:
+        """Return the main thread, or an empty `ThreadSample` if it is unknown."""
         for thread in self.threads:
-            if thread.main:
+            if thread.is_main:
                 return thread
-        return ThreadLook(main=True)
+        return ThreadSample(is_main=True)
 
     def cpu_wait_seconds_of(self, tid: int) -> float:
         """Return how long a thread has waited for a free CPU so far; 0 if unknown."""
@@ -190,8 +191,8 @@ class ProcessLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """One inspected process, usually with two looks about a second apart."""
+class ExaminedProcess:
+    """A process with what is known about it, and usually two samples, about a second apart."""
 
     pid: int
     ppid: int = 0
@@ -206,8 +207,8 @@ class Examined:
     seconds: float = 0.0
     # Whether the watchdog watches the progress of this process.
     judged: bool = False
-    # The looks at the process, oldest first.
-    looks: tuple[ProcessLook, ...] = ()
+    # The samples of the process, oldest first.
+    samples: tuple[ProcessSample, ...] = ()
     # The native functions called by the innermost Python frame of the main thread, with the
     # innermost function first. None if no native stack was taken.
     native: tuple[str, ...] | None = None
@@ -218,24 +219,24 @@ class Examined:
     uses_gpu: bool = False
 
     @property
-    def last(self) -> ProcessLook:
-        """Return the newest look, or an empty `ProcessLook` if there is none."""
-        return self.looks[-1] if self.looks else ProcessLook(seconds=0.0)
+    def newest(self) -> ProcessSample:
+        """Return the newest sample, or an empty `ProcessSample` if there is none."""
+        return self.samples[-1] if self.samples else ProcessSample(seconds=0.0)
 
     @property
     def cpu_share(self) -> float:
-        """Return the fraction of one CPU that the process used between the first and last look."""
-        return self._rate(lambda look: look.cpu_seconds)
+        """Return the fraction of one CPU that was used between the first and the last sample."""
+        return self._rate(lambda sample: sample.cpu_seconds)
 
     @property
     def io_rate(self) -> float:
-        """Return the bytes read and written per second between the first and last look."""
-        return self._rate(lambda look: float(look.io_bytes))
+        """Return the bytes read and written per second between the first and last sample."""
+        return self._rate(lambda sample: float(sample.io_bytes))
 
     @property
     def observed_seconds(self) -> float:
-        """Return the time between the first and last look."""
-        return self.last.seconds - self.looks[0].seconds if self.looks else 0.0
+        """Return the time between the first and last sample."""
+        return self.newest.seconds - self.samples[0].seconds if self.samples else 0.0
 
     def cpu_wait_share_of(self, tid: int) -> float:
         """Return the fraction of time in which a thread was ready to run but had no CPU.
@@ -243,12 +244,12 @@ class Examined:
         Args:
             tid: The kernel's thread id.
         """
-        return self._rate(lambda look: look.cpu_wait_seconds_of(tid))
+        return self._rate(lambda sample: sample.cpu_wait_seconds_of(tid))
 
-    def _rate(self, amount: Callable[[ProcessLook], float]) -> float:
-        """Return the increase in an amount per second between the first and last look."""
-        if len(self.looks) < 2:
+    def _rate(self, amount: Callable[[ProcessSample], float]) -> float:
+        """Return the increase in an amount per second between the first and last sample."""
+        if len(self.samples) < 2:
             return 0.0
-        first, last = self.looks[0], self.looks[-1]
+        first, last = self.samples[0], self.samples[-1]
         seconds = last.seconds - first.seconds
         return (amount(last) - amount(first)) / seconds if seconds > 0 else 0.0

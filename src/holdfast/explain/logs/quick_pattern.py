@@ -64,7 +64,7 @@ def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
             literal = ""
     groups.append(frozenset({literal}))
     usable = [group for group in groups if group and "" not in group]
-    return max(usable, key=_how_telling, default=_NOTHING_KNOWN)
+    return max(usable, key=_selectivity, default=_NOTHING_KNOWN)
 
 
 def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
@@ -87,7 +87,7 @@ def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
     return _NOTHING_KNOWN
 
 
-def _how_telling(words: frozenset[str]) -> tuple[int, int]:
+def _selectivity(words: frozenset[str]) -> tuple[int, int]:
     """Return a sort key that is larger for a more selective group of words.
 
     A group is more selective if its shortest word is longer or if it contains fewer words.
