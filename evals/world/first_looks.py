@@ -9,7 +9,7 @@ was made, and the readers knew these causes but not the signatures. The logs bel
 projects and are not kept here.
 
 A look is made once: 1 with commit 6740b2cd on 2026-11-30, and on 2026-12-01 2 with a827753e, 3 with
-124fe9ee and 4 with 711126e8. After each of them the signatures were changed because of its reports,
+124fe9ee, 4 with 711126e8 and 5 with 0a9f19e7. After each of them the signatures were changed because of its reports,
 so these can never be a first look again.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.results_file import Result, read_options
 from holdfast.explain.certainty import CERTAINTIES
 
 _REPORTS = Path(__file__).with_suffix(".jsonl")
-_LOOKS = (1, 2, 3, 4)
+_LOOKS = (1, 2, 3, 4, 5)
 _GRADES = ("right", "partly", "unknown", "wrong")
 _GRADES_OF_ADVICE = ("fixes", "helps", "useless", "harmful", "none")
 
@@ -36,7 +36,9 @@ def main() -> None:
     result = Result(options=options, parameters={"reports": len(reports)})
     for look in _LOOKS:
         _count_grades([report for report in reports if report["look"] == look], look, result)
-    _count_by_certainty(reports, result)
+    _count_by_certainty(reports, "", result)
+    newest = [report for report in reports if report["look"] == _LOOKS[-1]]
+    _count_by_certainty(newest, f"look {_LOOKS[-1]}: ", result)
     _count_families(reports, result)
     for grade in _GRADES_OF_ADVICE:
         count = sum(report["advice"] == grade for report in reports)
@@ -54,12 +56,12 @@ def _count_grades(reports: list[dict[str, Any]], look: int, result: Result) -> N
     )
 
 
-def _count_by_certainty(reports: list[dict[str, Any]], result: Result) -> None:
+def _count_by_certainty(reports: list[dict[str, Any]], prefix: str, result: Result) -> None:
     for certainty in (*CERTAINTIES, None):
         group = [report for report in reports if report["certainty"] == certainty]
         right = sum(report["verdict"] == "right" for report in group)
         words = "have no word of certainty" if certainty is None else f'are called "{certainty}"'
-        result.add_count(f"right verdicts that {words}", right, len(group))
+        result.add_count(f"{prefix}right verdicts that {words}", right, len(group))
 
 
 def _count_families(reports: list[dict[str, Any]], result: Result) -> None:

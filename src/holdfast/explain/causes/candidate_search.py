@@ -37,6 +37,8 @@ _MAX_LOUD_RANK = 20
 _REPETITIONS = frozenset(
     {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
 )
+# Failures of other processes, which Ctrl-C may have interrupted as well.
+_FAMILIES_OF_OTHER_PROCESSES = frozenset({"loader", "distributed"})
 
 
 def find_candidates(evidence: Evidence) -> list[CandidateCause]:
@@ -198,6 +200,7 @@ def _match_exception(chain: tuple[Statement, ...]) -> CandidateCause | None:
     with_signature = {index for index, _ in best_matches}
 
     best_matches = _without_explained(best_matches) or best_matches
+    best_matches = list(_without_late_interruptions(best_matches))
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
@@ -232,6 +235,25 @@ def _without_explained(matches: Sequence[tuple[int, Signature]]) -> list[tuple[i
     """
     explained = {signature_id for _, signature in matches for signature_id in signature.explains}
     return [(index, signature) for index, signature in matches if signature.id not in explained]
+
+
+def _without_late_interruptions(
+    matches: Sequence[tuple[int, Signature]],
+) -> Sequence[tuple[int, Signature]]:
+    """Return the matches without an interruption that came while a failure was being handled.
+
+    Ctrl-C reaches the loader workers and the other ranks as well, so their failures may be its
+    consequence even if they were seen first.
+    """
+    for index, signature in matches:
+        if signature.id == ids.INTERRUPTED:
+            earlier = [
+                (other_index, other)
+                for other_index, other in matches
+                if other_index < index and other.family not in _FAMILIES_OF_OTHER_PROCESSES
+            ]
+            return earlier or matches
+    return matches
 
 
 def _other_signatures(
@@ -270,11 +292,16 @@ def _index_of_first_original(chain: Sequence[Statement]) -> int | None:
     """
     first = None
     for index, statement in enumerate(chain):
-        if statement.exception in _REPETITIONS:
+        if statement.exception in _REPETITIONS or _is_bare_exit(statement):
             continue
         if first is None or statement.replaces_previous:
             first = index
     return first
+
+
+def _is_bare_exit(statement: Statement) -> bool:
+    """Return whether a statement is a ``SystemExit`` with a number, as notebooks print it."""
+    return statement.exception == "SystemExit" and statement.text.strip()[-1:].isdigit()
 
 
 # --- Failures without a signature -----------------------------------------------------------------
@@ -315,10 +342,9 @@ def _unknown_nccl_warning(statements: Iterable[Statement]) -> Statement | None:
 def _fallback_signature(statement: Statement) -> Signature:
     """Return a signature that quotes an exception or a log line as the cause.
 
-    The class of the cause comes from the kind of unknown failure that matches the statement best.
-    If no kind matches, the class is "user code" if the exception was raised in user code, and
-    "unknown" otherwise. The signature has no fix, because a fix derived only from the class is
-    wrong as often as it is right.
+    The class of the cause comes from the kind of unknown failure that matches the statement best,
+    and so does the fix, if the kind has one. If no kind matches, the class is "user code" if the
+    exception was raised in user code, and "unknown" otherwise.
     """
     is_exception = statement.kind == "exception"
     signature = all_signatures()[ids.UNCAUGHT if is_exception else ids.ERROR_LINE]
@@ -331,6 +357,7 @@ def _fallback_signature(statement: Statement) -> Signature:
             family=kind.family,
             rank=max(kind.rank, GENERIC_RANK),
             means=kind.means,
+            fix=kind.fix,
             explains=kind.explains,
         )
     return replace(signature, family="user code" if raised_in_own_code else "unknown")

@@ -17,7 +17,8 @@ from holdfast.explain.signatures.signature import Signature
 _EVALUATION = re.compile(
     r"_?(?:run_)?(?:eval|evaluate|evaluation|valid|validate|validation|val|test)"
     r"(?:_(?:model|step|loop|epoch|one_epoch|dataset|loader))?"
-    r"|(?:do|run)_(?:eval|test|validation)|prediction_(?:step|loop)|_run_sanity_check",
+    r"|(?:do|run|log)_(?:eval|test|validation)|prediction_(?:step|loop)|_run_sanity_check"
+    r"|(?:evaluate|validate)_\w+",
     re.IGNORECASE,
 )
 _BACKWARD = re.compile(r"/torch/(?:_tensor|tensor|autograd/__init__)\.py$")

@@ -8,7 +8,9 @@ from __future__ import annotations
 from holdfast.explain.logs.quick_pattern import QuickPattern
 
 _DONE = QuickPattern(
-    r"\b(?:training|run|fit|job|experiment|fine-?tuning|all epochs|[\w-]{1,60}\.(?:sh|py))\b"
+    # "20% nodes as training set...finished" is about the set.
+    r"\b(?:training(?! (?:set|data|sample|split|loader)\w*)|run|fit|job|experiment|fine-?tuning"
+    r"|all epochs|[\w-]{1,60}\.(?:sh|py))\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
     r"\b(?:finished|completed?|done|ended well)\b"
     r"|\b(?:finished|completed) (?:the )?(?:training|fine-?tuning|run)\b"

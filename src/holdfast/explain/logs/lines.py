@@ -88,7 +88,10 @@ _JSON_TRACEBACKS = (
     "stack",
 )
 # A progress bar that is followed by another writer's line without a line terminator in between.
-_LINE_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
+# The bar has no total if the length of the loop is unknown: "29948it [35:34,  7.00s/it]".
+_LINE_BEHIND_BAR = re.compile(
+    r"((?:\|\s{0,20}\d{1,18}/\d{1,18}|\dit) \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def _parts(data: bytes) -> list[str]:
         inner = _text_inside_json(text)
         if inner is not None:
             return [_shortened(plain_text(line)) for line in inner.splitlines()]
-    if "|" in text:
+    if "|" in text or "it [" in text:
         text = _LINE_BEHIND_BAR.sub("\\1\r", text)
     pieces = [plain_text(piece) for piece in text.split("\r")]
     if len(pieces) > 1:

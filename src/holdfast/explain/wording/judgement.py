@@ -65,13 +65,7 @@ class Judgement:
         if self.candidate is None:
             hang = self.end.hang
             return str(hang.data.get("frame") or "") if hang is not None else ""
-        frame = _decisive_frame(self.candidate)
-        if frame is None:
-            return ""
-        place = f"{frame.file}:{frame.line}"
-        if frame.function:
-            place += f" in {frame.function}"
-        return place
+        return place_of(self.candidate)
 
     @property
     def code(self) -> str:
@@ -106,6 +100,17 @@ class Judgement:
         if "memory" not in self.signature.family:
             return None
         return observations.newest_leak(self.evidence)
+
+
+def place_of(candidate: CandidateCause) -> str:
+    """Return the line of code to inspect first, as ``file:line in function``; "" if unknown."""
+    frame = _decisive_frame(candidate)
+    if frame is None:
+        return ""
+    place = f"{frame.file}:{frame.line}"
+    if frame.function:
+        place += f" in {frame.function}"
+    return place
 
 
 def _decisive_frame(candidate: CandidateCause) -> Frame | None:

@@ -13,7 +13,7 @@ from holdfast.explain.exhibits import first_line
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signatures import ids
 from holdfast.explain.wording import remarks
-from holdfast.explain.wording.judgement import Judgement
+from holdfast.explain.wording.judgement import Judgement, place_of
 
 # The maximum length, in characters, of a quotation in a title, or in a summary if the signature
 # explains the quoted message.
@@ -93,8 +93,29 @@ def _what_happened(judgement: Judgement) -> Iterator[str]:
         yield _sentence(_failure(judgement.candidate, judgement.place, judgement.code))
     elif judgement.end.why:
         yield _sentence(judgement.end.why)
+    if judgement.signature.id == ids.UNKNOWN:
+        yield from _newest_exception(judgement)
     if judgement.end.status == 0 and not judgement.end.well:
         yield "The command still ended with status 0, which hid the failure."
+
+
+def _newest_exception(judgement: Judgement) -> Iterator[str]:
+    """Yield a sentence that quotes the newest exception, if any, after which output continued."""
+    exceptions = [
+        candidate
+        for candidate in judgement.case.roots
+        if candidate.statement.kind == "exception" and candidate.is_caught
+    ]
+    if not exceptions:
+        return
+    newest = max(exceptions, key=lambda candidate: candidate.statement.position)
+    place = place_of(newest)
+    where = f", at {place}" if place else ""
+    words = _cut(first_line(newest.statement), _SHORT_QUOTE).removesuffix(".")
+    yield _sentence(
+        f"The newest exception is {words}{where}; output follows it, perhaps from another process"
+        " or from a buffer"
+    )
 
 
 def _failure(candidate: CandidateCause, place: str, code: str) -> str:
@@ -120,6 +141,8 @@ def _failure(candidate: CandidateCause, place: str, code: str) -> str:
     if _is_holdfast_error(candidate):
         quotation = _cut(statement.text.strip().partition("\n")[0], _LONG_QUOTE)
     where = f" at {place}" if place else ""
+    if place and code:
+        where += f", `{code}`"
     return f"{who} failed{where}: {quotation}"
 
 
