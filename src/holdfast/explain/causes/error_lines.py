@@ -15,37 +15,31 @@ _WORDS_OF_ERRORS = (
     # The class of an exception in the midst of other words, as in "RuntimeError appeared: ..."
     re.compile(r"[A-Z]\w{2,60}(?:Error|Exception)(?: \w{1,20})?\s?:"),
     re.compile(
-        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
-        r" (?:code|#)|error[:=<])"
-        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|\bCheck failed:"
-        r" |^error\b",
+        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b"
+        r"|error (?:code|#)|error[:=<])"
+        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b"
+        r"|\bCheck failed: |^error\b",
         re.IGNORECASE,
     ),
     re.compile(
-        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no"
-        r" such|invalid|illegal|missing"
-        r"|doesn't match|does not match|doesn't support|does not support|not"
-        r" supported|unsupported|errors?|timed out"
-        r"|Xid)\b",
+        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no such|invalid"
+        r"|illegal|missing|doesn't match|does not match|doesn't support|does not support"
+        r"|not supported|unsupported|errors?|timed out|Xid)\b",
         re.IGNORECASE,
     ),
     re.compile(
-        r"\b(?:no longer|not"
-        r" yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
-        r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is"
-        r" available"
-        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does"
-        r" not|assert|raise"
-        r"|different (?:to|from|than))\b",
+        r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined"
+        r"|must be|should be|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden"
+        r"|unauthorized|than is available|aren't available|pre-?empted by|interruption notice"
+        r"|refused|doesn't|does not|assert|raise|different (?:to|from|than))\b",
         re.IGNORECASE,
     ),
 )
 # Lines that contain such words without being errors: error counts, structured data, and notes about
 # skipped items.
 _NO_ERROR = re.compile(
-    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
-    r" _]rate\b|^\s*\{"
-    r"|\bLmod\b|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b"
+    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b"
+    r"|^\s*\{|\bLmod\b|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b"
     # Hydra prints this below the error that it reports.
     r"|^Error executing job with overrides"
     r"|^srun: error: .{1,200}: Exited with exit code"

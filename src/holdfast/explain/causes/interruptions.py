@@ -17,7 +17,7 @@ from holdfast.explain.hangs.frames import CHILD_PROCESS, CONNECTION, NETWORK, QU
 from holdfast.explain.signatures import all_signatures, ids
 from holdfast.explain.signatures.signature import Signature
 
-# A loader worker, which is interrupted too, and whose waiting for work is normal.
+# Functions of a loader worker, which Ctrl-C interrupts too, and which normally waits for work.
 _WORKER_FUNCTIONS = frozenset({"_worker_loop", "_pin_memory_loop"})
 # Launchers wait for the processes that they started.
 _LAUNCHER = re.compile(

@@ -15,7 +15,7 @@ _REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
 # torch 2.1 and newer write the first form, older versions the second.
 _CAPACITY = re.compile(rf"capaci?ty of {_SIZE}|; {_SIZE} total capacity")
 _FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free")
-# Older versions do not count the memory of the context, only what the allocator has reserved.
+# Older versions count only what the allocator has reserved, not the memory of the CUDA context.
 _USED_BY_PROCESS = re.compile(
     rf"this process has {_SIZE} memory in use|; {_SIZE} (?:reserved|cached)"
 )

@@ -48,7 +48,7 @@ class Stall:
     missing: tuple[int, ...] = ()
     # The ranks that differ from the majority; empty if there is none.
     differing: tuple[int, ...] = ()
-    # The ranks of the group of which there is no dump.
+    # The ranks of the group without a dump.
     without_dump: tuple[int, ...] = ()
 
     @property
@@ -197,7 +197,7 @@ def _kind(call: Call) -> tuple[object, ...]:
 
 
 def _minority(kinds: Mapping[int, tuple[object, ...]]) -> tuple[int, ...]:
-    """Return the ranks whose call differs from that of most ranks; nothing if there is no most."""
+    """Return the ranks whose call differs from that of the majority; empty without a majority."""
     (most, count), *_ = Counter(kinds.values()).most_common(1)
     if 2 * count <= len(kinds):
         return ()

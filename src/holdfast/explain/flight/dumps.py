@@ -75,10 +75,10 @@ class Dump:
 
 
 def find_dumps(path: Path) -> tuple[Path, ...]:
-    """Return the dumps in a directory, or the dump at a path with those beside it.
+    """Return the dumps in a directory, or the dump at a path and the others beside it.
 
     The result is empty if the path is something else. A file counts as a dump if its name ends with
-    a rank, and if it begins like a dump; `read_dumps` ignores it if it holds something else.
+    a rank and its first byte is that of a dump; `read_dumps` ignores a file with other contents.
 
     Raises:
         OSError: If the directory cannot be read.
@@ -215,6 +215,6 @@ def _as_list(value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _read_count(values: Mapping[str, Any], key: str) -> int:
-    """Return a field if it is a whole number that is not negative, or 0."""
+    """Return a field if it is a non-negative integer, otherwise 0."""
     number = values.get(key)
     return number if type(number) is int and number >= 0 else 0

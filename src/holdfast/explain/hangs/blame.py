@@ -34,7 +34,7 @@ from holdfast.explain.hangs.frames import (
     uses_holdfast_loader,
     waits_for_workers,
 )
-from holdfast.explain.hangs.process_samples import ExaminedProcess, clean
+from holdfast.explain.hangs.process_samples import ExaminedProcess, clean_name
 
 # How the supervisor responds to a hang:
 #   wait      nothing, because the process may still finish
@@ -450,7 +450,7 @@ def describe_frame(frame: Frame | None) -> str:
     """Return a frame as ``file:line in function`` without control characters; "" for None."""
     if frame is None:
         return ""
-    return f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
+    return f"{clean_name(frame.file)}:{frame.line} in {clean_name(frame.function)}"
 
 
 def _explain(blame: _Blame) -> str:

@@ -31,7 +31,12 @@ from holdfast.explain.hangs.frames import (
     frame_to_show,
     frames_since_fork,
 )
-from holdfast.explain.hangs.process_samples import ExaminedProcess, ThreadSample, WaitKind, clean
+from holdfast.explain.hangs.process_samples import (
+    ExaminedProcess,
+    ThreadSample,
+    WaitKind,
+    clean_name,
+)
 
 # The kinds of hangs, in the order of their signatures, which start at H1401.
 HangKind = Literal[
@@ -315,7 +320,7 @@ def _computing(thread: _BlamedThread) -> ProcessHang:
         return _waiting_for_the_gpu(thread)
     if thread.stack_is_constant and native != () and not _may_loop_on_one_line(thread):
         # Without a native stack, the thread may also be in a Python loop on a single line.
-        where = f" ({clean(native[0])})" if native else " or in a loop on one line"
+        where = f" ({clean_name(native[0])})" if native else " or in a loop on one line"
         return ProcessHang(
             kind="native code",
             certainty="likely" if native else "a guess",
@@ -441,7 +446,7 @@ def _blocked(thread: _BlamedThread) -> ProcessHang:
     way = next(way for way in _WAYS_OF_WAITING if way.fits(thread))
     where = ""
     if not thread.newest.is_main:
-        where = f" (in its thread {clean(thread.newest.name) or thread.newest.tid})"
+        where = f" (in its thread {clean_name(thread.newest.name) or thread.newest.tid})"
     return ProcessHang(
         kind=way.kind,
         certainty=way.certainty,

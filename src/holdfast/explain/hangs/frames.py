@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.explain.evidence import Frame, is_user_code
-from holdfast.explain.hangs.process_samples import ExaminedProcess, clean
+from holdfast.explain.hangs.process_samples import ExaminedProcess, clean_name
 
 # Each of these patterns is searched for in the file of a frame.
 TORCH = re.compile(
@@ -106,7 +106,7 @@ def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 def short_place(frame: Frame) -> str:
     """Return a frame as text without its directory, such as ``"model.py:12 in forward"``."""
-    return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
+    return f"{clean_name(Path(frame.file).name)}:{frame.line} in {clean_name(frame.function)}"
 
 
 def is_idle_worker(process: ExaminedProcess) -> bool:
@@ -165,7 +165,7 @@ def find_guard_call(process: ExaminedProcess) -> str | None:
     for frame in called:
         if _GUARD_CALL.search(frame.file):
             # py-spy puts the class name before the method name.
-            name = clean(frame.function.rpartition(".")[2])
+            name = clean_name(frame.function.rpartition(".")[2])
             return _NAMES_OF_GUARD_CALLS.get(name, f"guard.{name}")
     return "a guard call"
 
@@ -179,6 +179,6 @@ def find_collective_call(process: ExaminedProcess) -> str | None:
         if _C10D_WRAPPER.search(frame.file):
             continue
         if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
-            return clean(frame.function.rpartition(".")[2])
+            return clean_name(frame.function.rpartition(".")[2])
         return None
     return None

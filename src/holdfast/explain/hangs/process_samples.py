@@ -3,8 +3,8 @@
 A process is usually sampled twice, about a second apart, to see whether anything changes.
 ``supervise`` takes the samples, and ``classification`` and ``blame`` interpret them.
 
-The names in these records come from an untrusted process. `clean` removes control characters from
-a name, but code that displays the name must also escape it.
+The names in these records come from an untrusted process. `clean_name` removes control characters
+from a name, but code that displays the name must also escape it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _KERNEL_FUNCTIONS: dict[WaitKind, str] = {
 }
 
 
-def clean(text: str) -> str:
+def clean_name(text: str) -> str:
     """Return a name without control characters, truncated to a readable length."""
     return sanitise(text, most=_LONGEST_NAME)
 

@@ -23,7 +23,7 @@ from holdfast.explain.runs.divergence import Point, find_divergence, find_risen_
 from holdfast.explain.runs.learning import MIN_LOSSES, judge_learning
 from holdfast.explain.runs.recorded_steps import LossReading
 
-# A curve that begins behind this share of its steps may have fallen before.
+# A curve that begins after this share of its steps may have fallen before.
 _MAX_SHARE_BEFORE_FIRST = 0.05
 # A loss that is exactly 0 from one value to the next has probably been replaced: older versions of
 # the Trainer write 0 for NaN and no norm of the gradients. A loss that really falls to 0 passes

@@ -31,7 +31,7 @@ _ADVERSARIAL = re.compile(
     r"(?:$|[/_. -])|(?:^|[/_. -])err[dg](?:$|[/_. -])",
     re.IGNORECASE,
 )
-# Metrics of a policy that is trained by reward. DPO, whose loss is to fall, logs `rewards/chosen`.
+# Metrics of a policy that is trained by reward. DPO, whose loss should fall, logs `rewards/chosen`.
 _BY_REWARD = re.compile(
     r"(?:^|[/_. -])(?:reward|mean_reward|ep_rew_mean|ep_return|episodic_return|episode_reward"
     r"|episode_return|score_reward|(?:policy|actor|pg|policy_gradient|value|entropy)_loss)"

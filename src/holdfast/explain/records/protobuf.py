@@ -56,7 +56,7 @@ def as_signed(varint: int) -> int:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the varint at a position, and the position behind it."""
+    """Return the varint at a position, and the position after it."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if position + index >= len(message):

@@ -34,7 +34,7 @@ class Record:
     _names_in_file: set[str] | None = None
 
     def begin_file(self) -> None:
-        """Say that the next values come from another file of the same record."""
+        """Note that the next values come from another file of the same record."""
         self._names_in_file = set()
 
     def add(self, name: str, step: int, value: float) -> None:
@@ -76,7 +76,7 @@ class Record:
     def _begins_again(self, name: str, series: Series, step: int) -> bool:
         """Return whether the first value of a series in a new file belongs to a new run.
 
-        A run that was resumed continues behind its first step.
+        A resumed run continues after its first step.
         """
         if self._names_in_file is None or name in self._names_in_file:
             return False

@@ -71,7 +71,7 @@ class Series:
         self._new_values = array("d")
 
     def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
-        """Add values behind the others, with the step of each."""
+        """Append values, with the step of each."""
         self._new_steps.extend(steps)
         self._new_values.extend(values)
         if len(self._new_values) >= max(_VALUES_AT_ONCE, self._values_per_point):

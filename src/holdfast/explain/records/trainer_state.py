@@ -20,7 +20,7 @@ _MAX_CHARACTERS_BEFORE = 1 << 20
 # An entry of the log history has a few hundred characters.
 _MAX_CHARACTERS_OF_ENTRY = 1 << 20
 _PIECE = 1 << 16
-# Larger integers are no metrics, and some of them cannot be converted to a float.
+# Larger integers are not metrics, and some of them cannot be converted to a float.
 _MAX_INT = 2**63
 _REPLACED_BY_ZERO = (
     "In the file, such a loss is 0, because the Trainer hides losses that are not finite"
@@ -95,7 +95,7 @@ def _entries(file: TextIO) -> Iterator[Mapping[str, Any]]:
 
 
 def _text_after_key(file: TextIO) -> str:
-    """Read up to the log history and return the text that was read behind its key."""
+    """Read up to the log history, and return the text that was read after its key."""
     text = ""
     while len(text) < _MAX_CHARACTERS_BEFORE:
         piece = file.read(_PIECE)

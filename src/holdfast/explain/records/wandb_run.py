@@ -35,7 +35,7 @@ _CHUNK = struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 # A history record of thousands of metrics is smaller than this.
 _MAX_RECORD_BYTES = 16 << 20
-# Larger integers are no metrics, and some of them cannot be converted to a float.
+# Larger integers are not metrics, and some of them cannot be converted to a float.
 _MAX_INT = 2**63
 # Metrics that hold the optimizer step. W&B's own step counts calls of `wandb.log`. Transformers
 # logs the first of these, and Lightning the second.

@@ -363,7 +363,7 @@ def _times_less(share: float) -> int:
     return max(2, math.ceil(share / rest / _AIMED_SHARE))
 
 
-# --- what is no problem ---------------------------------------------------------------------------
+# --- no problem -----------------------------------------------------------------------------------
 
 
 def _statement(use: TimeUse) -> SpeedFinding:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.core.files import open_to_read
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.process_samples import ThreadSample, clean
+from holdfast.explain.hangs.process_samples import ThreadSample, clean_name
 from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import catches
 from holdfast.supervise.watch.py_spy import MAX_FRAMES
@@ -83,14 +83,14 @@ def read_faulthandler(text: str) -> tuple[ThreadSample, ...]:
         thread = _THREAD.match(line)
         frame = _FRAME.match(line)
         if thread is not None:
-            name = clean(thread["name"] or "")
+            name = clean_name(thread["name"] or "")
             threads.append(_DumpedThread(ident=int(thread["ident"], 16), name=name))
         elif frame is not None and threads and len(threads[-1].frames) < MAX_FRAMES:
             threads[-1].frames.append(
                 Frame(
-                    file=clean(frame["file"]),
+                    file=clean_name(frame["file"]),
                     line=int(frame["line"]),
-                    function=clean(frame["function"]),
+                    function=clean_name(frame["function"]),
                 )
             )
     return tuple(

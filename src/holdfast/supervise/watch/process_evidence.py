@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.control_groups import read_fields
-from holdfast.explain.hangs.process_samples import WaitKind, classify_wait, clean
+from holdfast.explain.hangs.process_samples import WaitKind, classify_wait, clean_name
 from holdfast.supervise.process_tree import read_process, read_stat
 
 _MAX_THREADS = 128
@@ -211,7 +211,7 @@ def _read_wait(
     )
     return ThreadWait(
         waits=waits,
-        target=clean(target),
+        target=clean_name(target),
         cpu_wait_seconds=read_cpu_wait_seconds(Path(folder)),
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.process_samples import ThreadSample, clean
+from holdfast.explain.hangs.process_samples import ThreadSample, clean_name
 
 # Time limit for Python stacks. py-spy takes about 0.02 s, or 0.1 s on a busy machine.
 _DUMP_SECONDS = 3.0
@@ -158,15 +158,15 @@ def _parse_frames(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _parse_thread(thread: Mapping[str, Any]) -> ThreadSample:
     frames = [
         Frame(
-            file=clean(str(frame.get("filename"))),
+            file=clean_name(str(frame.get("filename"))),
             line=int(frame.get("line") or 0),
-            function=clean(str(frame.get("name"))),
+            function=clean_name(str(frame.get("name"))),
         )
         for frame in _parse_frames(thread)[:MAX_FRAMES]
     ]
     return ThreadSample(
         tid=int(thread.get("os_thread_id") or 0),
-        name=clean(str(thread.get("thread_name") or "")),
+        name=clean_name(str(thread.get("thread_name") or "")),
         is_main=thread.get("os_thread_id") == thread.get("pid"),
         # py-spy lists the innermost frame first.
         frames=tuple(reversed(frames)),
@@ -182,8 +182,8 @@ def _native_functions(thread: Mapping[str, Any], python_line: int) -> list[Nativ
     """
     functions: list[NativeFunction] = []
     for frame in _parse_frames(thread):
-        name = clean(str(frame.get("name")))
-        library = clean(Path(str(frame.get("module") or "")).name)
+        name = clean_name(str(frame.get("name")))
+        library = clean_name(Path(str(frame.get("module") or "")).name)
         # A frame without a library is a Python frame, unless its file is "?", which means machine
         # code that was not loaded from a file.
         if not library and frame.get("filename") != "?":

@@ -25,7 +25,7 @@ from holdfast.explain.hangs.process_samples import (
     ExaminedProcess,
     ProcessSample,
     ThreadSample,
-    clean,
+    clean_name,
 )
 from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
 from holdfast.supervise.watch.faulthandler_dumps import ask_for_stacks
@@ -255,7 +255,7 @@ def _read_source_line(frame: Frame) -> str:
     with suppress(OSError):
         text = read_file(Path(frame.file), _MAX_SOURCE_BYTES)
     lines = text.decode("utf-8", "replace").splitlines()
-    return clean(lines[frame.line - 1]) if 0 < frame.line <= len(lines) else ""
+    return clean_name(lines[frame.line - 1]) if 0 < frame.line <= len(lines) else ""
 
 
 def _pause_randomly() -> None:
