@@ -177,7 +177,7 @@ class PositionNotKept(WithReason):
 
     summary = "the run does not continue at the batch where it was interrupted"
     why: str = (
-        "the loop does not iterate over guard.batches(...), so it starts from its beginning and"
+        "the loop does not iterate over guard.batches(...), so it starts from the beginning and"
         " repeats the interrupted epoch. Iterate over guard.batches(max_epochs=...), or move your"
         " loop to the position of guard.global_step"
     )

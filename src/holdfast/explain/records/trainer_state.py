@@ -90,7 +90,7 @@ def _entries(file: TextIO) -> Iterator[Mapping[str, Any]]:
             position = 0
             continue
         if not isinstance(entry, dict):
-            raise DamagedError("an entry that is no object")
+            raise DamagedError("an entry that is not an object")
         yield entry
 
 
