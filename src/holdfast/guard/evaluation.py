@@ -211,7 +211,7 @@ class BatchEvaluator:
         elif part.samples == 1:
             reason = "a single sample does not fit"
             if held_bytes:
-                reason += f" beside {size(held_bytes)} of earlier outputs"
+                reason += f" in addition to {size(held_bytes)} of earlier outputs"
         if reason is not None or part.samples is None:
             raise OutOfMemoryError(
                 f"an evaluation of {_described(part.samples)} ran out of memory ({shortage})",

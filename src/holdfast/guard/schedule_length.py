@@ -169,7 +169,7 @@ class ScriptLengths:
             limit = "its rate depends on the earlier rates, and not only on the number of steps"
         else:
             return
-        raise _refused(name, scheduler, changed, limit, "set it to its earlier length again")
+        raise _refused(name, scheduler, changed, limit, "restore its earlier length")
 
     def _check_not_over(self, name: str, changed: list[str]) -> None:
         """Check that the run has not yet gone beyond the end of a schedule."""

@@ -358,7 +358,7 @@ class Mirror:
         return RunDirectoryError(
             f"the newest checkpoint of the run is in mirror {self._location.name}, and cannot be"
             f" fetched now ({describe(error)})",
-            limit="starting without it would lose work, and continue the run twice",
+            limit="starting without it would lose work and fork the run",
             fix="start again when the mirror can be reached and the disk has space.",
             rule="H321",
         )

@@ -137,8 +137,8 @@ class ScheduleLengthChanged(EventData):
 
     def __str__(self) -> str:
         return (
-            f"schedule {self.scheduler} has another length ({'; '.join(self.changed)}). From here"
-            f" on, the learning rate follows the schedule in the script: {number(self.rate_now)}"
+            f"schedule {self.scheduler} has a different length ({'; '.join(self.changed)}). From"
+            f" here on, the learning rate follows the schedule in the script: {number(self.rate_now)}"
             f" instead of {number(self.rate_before)} ({self.promise})"
         )
 
@@ -154,7 +154,8 @@ class ImplementationChanged(EventData):
 
     def __str__(self) -> str:
         return (
-            f"the optimizer uses another implementation ({'; '.join(self.changed)}; {self.promise})"
+            f"the optimizer uses a different implementation ({'; '.join(self.changed)};"
+            f" {self.promise})"
         )
 
 

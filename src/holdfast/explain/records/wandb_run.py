@@ -65,7 +65,7 @@ def read_into(path: Path, record: Record) -> None:
                         _add_numbers(content, record)
                 count += 1
         except DamagedError as error:
-            record.note_missing(f"the rest of {path.name} behind its record {count:,} has {error}")
+            record.note_missing(f"the rest of {path.name} after record {count:,} has {error}")
 
 
 def _records(file: BinaryIO) -> Iterator[bytes]:
