@@ -138,8 +138,8 @@ class ScheduleLengthChanged(EventData):
     def __str__(self) -> str:
         return (
             f"schedule {self.scheduler} has a different length ({'; '.join(self.changed)}). From"
-            f" here on, the learning rate follows the schedule in the script: {number(self.rate_now)}"
-            f" instead of {number(self.rate_before)} ({self.promise})"
+            " here on, the learning rate follows the schedule in the script:"
+            f" {number(self.rate_now)} instead of {number(self.rate_before)} ({self.promise})"
         )
 
 
