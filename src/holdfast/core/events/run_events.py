@@ -260,9 +260,9 @@ class VariablesChanged(EventData):
 
     def __str__(self) -> str:
         return (
-            "these variables had other values in the repeated steps than in the earlier attempt:"
-            f" {listed(self.names)}; this is expected of times and of file names with a date, and"
-            " otherwise means that the script depends on something that is not saved"
+            "these variables had different values in the repeated steps than in the earlier"
+            f" attempt: {listed(self.names)}. This is expected for times and for file names that"
+            " contain a date; otherwise, the script depends on something that is not saved"
         )
 
 

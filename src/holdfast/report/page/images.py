@@ -61,7 +61,7 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
             image = _read_image(file)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            sentence = f"image {file.tag} of step {file.global_step} is omitted: {reason}"
+            sentence = f"image {file.tag} of step {file.global_step} is left out: {reason}"
             problems.append(sanitise(sentence, most=300))
             continue
         if size + len(image.png) > _MAX_TOTAL_BYTES:
