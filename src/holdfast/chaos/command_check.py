@@ -56,7 +56,7 @@ def check_command(attempt: TrialAttempt, workplace: Workplace, *, out_of_time: b
         )
     if attempt.most_steps < MIN_STEPS:
         raise _untestable(
-            f"made fewer than {MIN_STEPS} steps",
+            f"took fewer than {MIN_STEPS} steps",
             fix="let the command train for more steps, and save checkpoints in between.",
         )
     # Writing outside of the workplace is not allowed, because files that are written there would

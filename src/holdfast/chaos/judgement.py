@@ -84,7 +84,7 @@ def moment_never_came(case: TrialCase) -> TrialJudgement | None:
     first = case.trial.attempts[0]
     if first.events("fault"):
         return None
-    detail = "the moment of the fault never came"
+    detail = "the run never reached the moment of the fault"
     if first.status != 0:
         detail += f"; the command ended with {describe_status(first.status)}"
     return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)

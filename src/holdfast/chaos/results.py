@@ -26,7 +26,7 @@ class TrialResult(StrEnum):
     ENDS_IN_NAN = "ends in NaN"
     HANGS = "hangs"
     DOES_NOT_SURVIVE = "does not survive"
-    # The moment of the fault never came, or the fault had no effect.
+    # The run never reached the moment of the fault, or the fault had no effect.
     DID_NOT_OCCUR = "did not occur"
     # No time was left, or the campaign was interrupted.
     NOT_TRIED = "not tried"

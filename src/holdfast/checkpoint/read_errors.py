@@ -52,7 +52,7 @@ def damaged(checkpoint: Path, why: str) -> CheckpointError:
     """Return an H311 error for a checkpoint whose bytes do not match its manifest."""
     return CheckpointError(
         f"checkpoint {checkpoint.name}: {why}",
-        limit="a checkpoint is loaded only if every byte verifies",
+        limit="a checkpoint is loaded only if every byte passes verification",
         fix=(
             "if an older checkpoint verifies (see `holdfast checkpoints RUN_DIR --verify`), do"
             " nothing: the run resumes from it. Otherwise restore this checkpoint from a copy."

@@ -53,7 +53,7 @@ def tensor_places(path: Path) -> tuple[int, list[TensorPlace]]:
             continue
         begin, end = entry["data_offsets"]
         if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
-            raise ValueError(f"{name!r:.80} has no valid position in {path.name}")
+            raise ValueError(f"the offsets of {name!r:.80} in {path.name} are invalid")
         place = TensorPlace(
             name=name,
             begin=start + begin,

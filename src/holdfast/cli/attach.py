@@ -150,7 +150,7 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
                 "It is waiting for a CPU, so whether it makes progress is not known."
                 f" {diagnosis.explanation} {_describe_load()}"
             )
-            advice = f"Use {longer} to see more of it."
+            advice = f"Use {longer} to observe it for longer."
         case "none":
             conclusion = f"It is doing nothing. {diagnosis.sentence} {certainty}"
             advice = (

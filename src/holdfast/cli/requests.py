@@ -150,7 +150,7 @@ def _holder_of(run_dir: Path) -> str:
     if holder is not None:
         return holder
     problem = f"no process holds the run directory {run_dir}"
-    fix = f"start the training. `holdfast explain {run_dir}` shows how the run ended."
+    fix = f"start training. `holdfast explain {run_dir}` shows how the run ended."
     if is_locked(lock) is None:
         problem = f"it is unknown whether a process holds the run directory {run_dir}"
         fix = f"run the command as the user who owns {lock}."

@@ -203,13 +203,15 @@ class BatchEvaluator:
         """
         reason = None
         if not self._may_split:
-            reason = "it is not split, because several ranks must call the model equally often"
+            reason = (
+                "it is not split, because all ranks must call the model the same number of times"
+            )
         elif part.samples is None:
             reason = "it cannot be split, because its batch dimension is not known"
         elif part.samples == 1:
             reason = "a single sample does not fit"
             if held_bytes:
-                reason += f" beside {size(held_bytes)} of earlier outputs"
+                reason += f" in addition to {size(held_bytes)} of earlier outputs"
         if reason is not None or part.samples is None:
             raise OutOfMemoryError(
                 f"an evaluation of {_described(part.samples)} ran out of memory ({shortage})",
@@ -286,7 +288,7 @@ class EvaluationResults:
         if not self._has_outputs:
             raise _bad_output(
                 "the loader yielded no batch to evaluate",
-                "pass a loader that is not empty; an iterator that has ended has no batch left.",
+                "pass a loader that is not empty; an exhausted iterator has no batches left.",
             )
         combined = {path: _combine(path, values) for path, values in self._values.items()}
         return _rebuilt(self._example, "the output", combined)

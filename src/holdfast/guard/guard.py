@@ -898,8 +898,8 @@ class Guard:
         if loader is self._loader:
             raise PolicyError(
                 "guard.evaluate_batches with the loader that was passed to Guard",
-                limit="iterating it would move the position of the training",
-                fix="create another loader for the evaluation, over the same dataset if need be.",
+                limit="iterating over it would change the position of the training run",
+                fix="create a separate loader for the evaluation; it may use the same dataset.",
                 rule="H105",
             )
         with naming_lack_of_memory("evaluating batches"), self.evaluate():

@@ -121,7 +121,7 @@ class ScriptLengths:
             if changed:
                 self._set_lengths(name, changed)
             else:
-                changed = ["lr_lambda: another function than before"]
+                changed = ["lr_lambda: a different function than before"]
             set_rates(scheduler)
             changes.append(
                 LengthChange(
@@ -169,7 +169,7 @@ class ScriptLengths:
             limit = "its rate depends on the earlier rates, and not only on the number of steps"
         else:
             return
-        raise _refused(name, scheduler, changed, limit, "set it to its earlier length again")
+        raise _refused(name, scheduler, changed, limit, "restore its earlier length")
 
     def _check_not_over(self, name: str, changed: list[str]) -> None:
         """Check that the run has not yet gone beyond the end of a schedule."""
@@ -346,7 +346,7 @@ def _refused(
 ) -> CheckpointError:
     """Return the error for a schedule whose length must not change."""
     return CheckpointError(
-        f"scheduler {name!r}, a {type(scheduler).__name__}, has another length than before"
+        f"scheduler {name!r}, a {type(scheduler).__name__}, has a different length than before"
         f" ({'; '.join(changed)})",
         limit=limit,
         fix=f"{fix}, or start a new run directory with the weights of this run.",

@@ -260,7 +260,7 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
         if steps > 1:
             raise unsupported(
                 f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
-                reason="each batch of this loader is a whole step, and is split if memory is short",
+                reason="each batch of this loader is one step, and is split if memory runs out",
                 fix=(
                     f"multiply its batch_size by {steps}, and remove gradient_accumulation_steps"
                     " from the Accelerator. micro_batch_size= limits the samples per backward pass."
@@ -270,7 +270,7 @@ def _guarded_loader(loader: Any, accelerator: Any) -> Any:
     if getattr(loader, "use_stateful_dataloader", False):
         raise unsupported(
             "use_stateful_dataloader=True",
-            reason="the loader's position runs ahead of the batches that were trained",
+            reason="the loader's position is ahead of the last batch that was trained on",
             fix="remove it. The guard restores the position itself.",
         )
     return PreparedLoader(loader, accelerator.device, steps)

@@ -358,7 +358,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (run.StepsRepeated(steps=37, largest_difference=0.0), ("37 steps", "identical")),
     (run.ResumeNotProven(steps=0), ("not proven", "no recorded step")),
     (run.ResumeNotProven(steps=2), ("not proven", "2 steps")),
-    (run.VariablesChanged(names=("elapsed", "folder")), ("elapsed, folder",)),
+    (run.VariablesChanged(names=("elapsed", "folder")), ("elapsed and folder",)),
     (run.StepsRepeated(steps=1, largest_difference=1e-7), ("1 step ", "1.0e-07")),
     (
         run.RepeatedStepDiffers(

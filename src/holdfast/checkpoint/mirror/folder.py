@@ -198,18 +198,20 @@ class MirrorFolder:
         contents = read_file(entry.path / FILE_NAME)
         self.location.write(f"{copy.folder}/{FILE_NAME}", contents)
         if self.location.read(f"{copy.folder}/{FILE_NAME}") != contents:
-            raise WrongBytesError(f"{FILE_NAME} has other bytes in the mirror")
+            raise WrongBytesError(f"{FILE_NAME} in the mirror has unexpected contents")
         return manifest.size_bytes()
 
     def _check(self, name: str, extents: Extents) -> None:
         expected_bytes = max((extent.end for extent in extents.values()), default=0)
         if self.location.size_bytes(name) != expected_bytes:
-            raise WrongBytesError(f"{name} has not the {expected_bytes:,} bytes that were written")
+            raise WrongBytesError(
+                f"{name} does not have the {expected_bytes:,} bytes that were written"
+            )
         with self.location.open_to_read(name) as file:
             # Extents are read in the order in which they are stored.
             for key, extent in sorted(extents.items(), key=lambda item: item[1].begin):
                 if digest(file, extent.begin, extent.end) != extent.sha256:
-                    raise WrongBytesError(f"{key} in {name} has other bytes than were written")
+                    raise WrongBytesError(f"{key} in {name} differs from what was written")
                 self._note_progress()
 
     def _note_progress(self) -> None:
@@ -225,7 +227,7 @@ class MirrorFolder:
         """
         contents = self.location.read(f"{copy.folder}/{FILE_NAME}")
         if identity_of(contents) != copy.identity:
-            raise WrongBytesError(f"{FILE_NAME} has other bytes in the mirror")
+            raise WrongBytesError(f"{FILE_NAME} in the mirror has unexpected contents")
         draft, _ = store.begin(copy.global_step, save_id=copy.save_id)
         try:
             write_file(draft / FILE_NAME, contents)

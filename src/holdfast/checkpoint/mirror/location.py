@@ -246,7 +246,7 @@ def refused(location: Location, error: BaseException) -> RunDirectoryError:
             "it must exist, and this process must be allowed to list, read, write and delete files"
             " there"
         ),
-        fix="check the URL, the credentials and their rights, or omit mirror.",
+        fix="check the URL, the credentials and their permissions, or omit mirror.",
         rule="H321",
     )
 

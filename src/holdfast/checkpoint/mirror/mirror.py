@@ -246,7 +246,7 @@ class Mirror:
         return RunDirectoryError(
             f"the newest checkpoint in mirror {self._location.name} does not fit this script"
             f" ({error.what})",
-            limit="each run needs a mirror of its own",
+            limit="each run needs its own mirror",
             fix="pass another URL as mirror, or the same models and optimizers as before.",
             rule="H322",
         )
@@ -335,8 +335,8 @@ class Mirror:
 
     def _other_run(self) -> HoldfastError:
         return RunDirectoryError(
-            f"mirror {self._location.name} belongs to another run than {self._run.directory}",
-            limit="each run needs a mirror of its own",
+            f"mirror {self._location.name} belongs to a different run than {self._run.directory}",
+            limit="each run needs its own mirror",
             fix="pass another URL as mirror, or start in an empty run directory to continue that"
             " run.",
             rule="H322",
@@ -358,7 +358,7 @@ class Mirror:
         return RunDirectoryError(
             f"the newest checkpoint of the run is in mirror {self._location.name}, and cannot be"
             f" fetched now ({describe(error)})",
-            limit="starting without it would lose work, and continue the run twice",
+            limit="starting without it would lose work and fork the run",
             fix="start again when the mirror can be reached and the disk has space.",
             rule="H321",
         )

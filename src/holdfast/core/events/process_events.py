@@ -502,7 +502,7 @@ class RepeatedRowsDropped(EventData):
     run_id: str
 
     def __str__(self) -> str:
-        return f"values that W&B run {self.run_id} has already are not logged again"
+        return f"values that W&B run {self.run_id} already has are not logged again"
 
 
 class Leak(EventData):

@@ -137,9 +137,9 @@ class ScheduleLengthChanged(EventData):
 
     def __str__(self) -> str:
         return (
-            f"schedule {self.scheduler} has another length ({'; '.join(self.changed)}). From here"
-            f" on, the learning rate follows the schedule in the script: {number(self.rate_now)}"
-            f" instead of {number(self.rate_before)} ({self.promise})"
+            f"schedule {self.scheduler} has a different length ({'; '.join(self.changed)}). From"
+            " here on, the learning rate follows the schedule in the script:"
+            f" {number(self.rate_now)} instead of {number(self.rate_before)} ({self.promise})"
         )
 
 
@@ -154,7 +154,8 @@ class ImplementationChanged(EventData):
 
     def __str__(self) -> str:
         return (
-            f"the optimizer uses another implementation ({'; '.join(self.changed)}; {self.promise})"
+            f"the optimizer uses a different implementation ({'; '.join(self.changed)};"
+            f" {self.promise})"
         )
 
 
@@ -177,7 +178,7 @@ class PositionNotKept(WithReason):
 
     summary = "the run does not continue at the batch where it was interrupted"
     why: str = (
-        "the loop does not iterate over guard.batches(...), so it starts from its beginning and"
+        "the loop does not iterate over guard.batches(...), so it starts from the beginning and"
         " repeats the interrupted epoch. Iterate over guard.batches(max_epochs=...), or move your"
         " loop to the position of guard.global_step"
     )
@@ -259,9 +260,9 @@ class VariablesChanged(EventData):
 
     def __str__(self) -> str:
         return (
-            "these variables had other values in the repeated steps than in the earlier attempt:"
-            f" {listed(self.names)}; this is expected of times and of file names with a date, and"
-            " otherwise means that the script depends on something that is not saved"
+            "these variables had different values in the repeated steps than in the earlier"
+            f" attempt: {listed(self.names)}. This is expected for times and for file names that"
+            " contain a date; otherwise, the script depends on something that is not saved"
         )
 
 

@@ -160,7 +160,9 @@ def _parse_url(text: str) -> Webhook:
         raise _unusable(
             text,
             "only http:// and https:// are webhooks",
-            fix=f"run the program that knows {parts.scheme}://, such as --notify 'apprise URL -b'.",
+            fix=(
+                f"run a program that supports {parts.scheme}://, such as --notify 'apprise URL -b'."
+            ),
         )
     if not host or not text.isascii() or not text.isprintable() or " " in text:
         raise _unusable(text, "its URL needs a host, and ASCII characters without spaces")

@@ -87,7 +87,7 @@ def made_no_step(case: Case) -> Doubt | None:
     decisive = exceptions or lines[_MAX_LINES_OF_SKIPPED_SAMPLES:]
     if not decisive:
         return None
-    return Doubt(words="but no step was made", candidate=decisive[0])
+    return Doubt(words="but no step was taken", candidate=decisive[0])
 
 
 def was_not_observed(case: Case) -> Doubt | None:

@@ -49,7 +49,7 @@ def _not_entered(stall: Stall, dumps: Sequence[Dump]) -> str:
 
 def _different(stall: Stall) -> str:
     label = stall.any_call.group_label
-    words = f"The ranks differ since collective {stall.sequence} of {label}."
+    words = f"The ranks first differ in collective {stall.sequence} of {label}."
     callers: dict[str, list[int]] = {}
     for rank, call in sorted(stall.calls.items()):
         callers.setdefault(f"{_with_shape(call)}{_clause_about_place(call)}", []).append(rank)
@@ -58,7 +58,7 @@ def _different(stall: Stall) -> str:
     if stall.differing:
         words += f" {capitalized(_names_of_ranks(stall.differing))} differed first."
     if stall.missing:
-        words += f" {capitalized(_names_of_ranks(stall.missing))} called nothing there yet."
+        words += f" No call by {_names_of_ranks(stall.missing)} is recorded there."
     return words
 
 

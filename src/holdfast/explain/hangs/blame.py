@@ -360,7 +360,7 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[ExaminedProcess]) ->
         kind="loader",
         certainty="likely",
         frame=frame_to_show(trainer.newest.main_thread.frames),
-        activity="waits for a batch that no worker is making",
+        activity="waits for a batch that no worker is preparing",
     )
     return replace(blame, hang=lost_batch)
 

@@ -414,8 +414,8 @@ def _waiting_for_a_cpu(thread: _BlamedThread) -> ProcessHang:
         certainty="likely",
         frame=thread.common_frame,
         activity=(
-            f"ran for only {process.cpu_share * seconds:.2f} s of {seconds:.1f} s and is waiting"
-            " for a free CPU"
+            f"used the CPU for only {process.cpu_share * seconds:.2f} s of {seconds:.1f} s and is"
+            " waiting for a free CPU"
         ),
         moving=True,
         starved=True,
@@ -524,7 +524,9 @@ _WAYS_OF_WAITING: tuple[_WayOfWaiting, ...] = (
         "GPU sync", "likely", "waits for the GPU", calls=CUDA, waits="futex", uses_gpu=True
     ),
     _WayOfWaiting("process", "likely", "waits for a process to end", waits="child"),
-    _WayOfWaiting("pipe", "likely", "waits for a pipe that nobody writes to", waits="pipe read"),
+    _WayOfWaiting(
+        "pipe", "likely", "waits for a pipe to which no process writes", waits="pipe read"
+    ),
     _WayOfWaiting(
         "pipe",
         "likely",

@@ -62,7 +62,7 @@ def _check_is_table(names: Sequence[str], sample: Sequence[Sequence[str]]) -> No
     if not 2 <= len(names) <= _MAX_COLUMNS:
         raise DamagedError(f"{len(names)} columns in its first line")
     if all(_number(name) is not None for name in names):
-        raise DamagedError("no names of columns in its first line")
+        raise DamagedError("no column names in its first line")
     if not any(_number(cell) is not None for row in sample for cell in row):
         raise DamagedError(f"no number in its first {_LINES_OF_SAMPLE} lines")
 

@@ -84,7 +84,7 @@ class Record:
         begins_again = step <= series.first_step < series.end().last_step
         if begins_again:
             self.note(
-                "The directory holds the files of several runs; only the newest one was judged."
+                "The directory contains the files of several runs; only the newest one was judged."
             )
         return begins_again
 

@@ -58,7 +58,7 @@ def read_into(path: Path, record: Record) -> None:
         except DamagedError as error:
             if count == 0:
                 raise
-            record.note_missing(f"the rest of {path.name} behind its event {count:,} has {error}")
+            record.note_missing(f"the rest of {path.name} after event {count:,} has {error}")
 
 
 def _events(file: BinaryIO) -> Iterator[bytes]:

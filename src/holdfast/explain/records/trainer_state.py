@@ -67,7 +67,7 @@ def read_into(path: Path, record: Record) -> None:
         except DamagedError as error:
             if count == 0:
                 raise
-            record.note_missing(f"the log history behind its entry {count:,} has {error}")
+            record.note_missing(f"the log history after entry {count:,} has {error}")
 
 
 def _entries(file: TextIO) -> Iterator[Mapping[str, Any]]:
@@ -90,7 +90,7 @@ def _entries(file: TextIO) -> Iterator[Mapping[str, Any]]:
             position = 0
             continue
         if not isinstance(entry, dict):
-            raise DamagedError("an entry that is no object")
+            raise DamagedError("an entry that is not an object")
         yield entry
 
 

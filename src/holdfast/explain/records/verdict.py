@@ -112,7 +112,7 @@ def _summary(record: Record, judged: JudgedLoss, sentence: str) -> Iterator[str]
         yield "A changing objective or a learning rate that is too high can cause this."
     yield from record.notes
     if _diverged(judged):
-        yield "What it saved since then is of no use."
+        yield "Do not use anything that the run has saved since then."
 
 
 def _exhibits(record: Record, judged: JudgedLoss) -> Iterator[Exhibit]:

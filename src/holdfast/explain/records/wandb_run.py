@@ -65,7 +65,7 @@ def read_into(path: Path, record: Record) -> None:
                         _add_numbers(content, record)
                 count += 1
         except DamagedError as error:
-            record.note_missing(f"the rest of {path.name} behind its record {count:,} has {error}")
+            record.note_missing(f"the rest of {path.name} after record {count:,} has {error}")
 
 
 def _records(file: BinaryIO) -> Iterator[bytes]:
@@ -180,7 +180,7 @@ def numbers_in_summary(text: bytes) -> Iterator[tuple[str, float]]:
     except (ValueError, RecursionError) as error:
         raise DamagedError("a summary that is not JSON") from error
     if not isinstance(summary, dict):
-        raise DamagedError("a summary that is no object")
+        raise DamagedError("a summary that is not an object")
     for name, value in summary.items():
         if not name.startswith("_") and type(value) in (int, float) and abs(value) < _MAX_INT:
             yield name, float(value)

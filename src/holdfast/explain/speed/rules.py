@@ -124,7 +124,7 @@ def _cause_in_training_process(resources: Resources) -> tuple[Cause, str]:
     running = resources.waits_running / resources.waits_seen
     evidence = (
         f"; it loads its batches itself (num_workers=0), and it was computing in {percent(running)}"
-        f" of {resources.waits_seen:,} looks at it during a wait"
+        f" of {resources.waits_seen:,} samples taken during a wait"
     )
     if running < _MIN_RUNNING_SHARE:
         return "disk or network", f"{evidence}{_read_rate(resources)}"
@@ -218,10 +218,10 @@ def host_bound(use: TimeUse) -> SpeedFinding | None:
             f" Python code outside of loader, backward and optimizer{where}"
         ),
         fix=(
-            f"The device waits while Python runs.{look_first} Replace loops over samples by tensor"
-            " operations, move preprocessing into the DataLoader's workers, and compute metrics and"
-            " log only every few steps. If the time goes into many small operations, use"
-            " `torch.compile` or a larger batch."
+            f"The device waits while Python runs.{look_first} Replace loops over samples with"
+            " tensor operations, move preprocessing into the DataLoader's workers, and compute"
+            " metrics and log only every few steps. If the time goes into many small operations,"
+            " use `torch.compile` or a larger batch."
         ),
     )
 
@@ -407,7 +407,7 @@ def _statement(use: TimeUse) -> SpeedFinding:
             evidence=evidence,
             fix=(
                 "The run used little CPU time and no GPU. Look for sleeps, locks, network calls"
-                " and hooks: `holdfast attach PID` shows where a process stands."
+                " and hooks: `holdfast attach PID` shows what a process is doing."
             ),
             is_problem=False,
         )

@@ -63,7 +63,10 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
     def why_only_retry(self) -> str | None:
         """Return why an unchanged retry is the only remedy if this rank runs out of memory."""
         if self._has_own_collectives:
-            return "the loss or the model has collectives, so all ranks must run it equally often"
+            return (
+                "the loss or the model has collectives, so all ranks must run it the same number of"
+                " times"
+            )
         return None
 
     @property

@@ -126,7 +126,7 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
 
     def request_optimizer_state(self) -> NoReturn:
         """Raise H402, since no other rank holds the same weights."""
-        raise without_help("each rank holds weights that no other has")
+        raise without_help("each rank has weights that no other rank has")
 
     # --- NaN and Inf
 

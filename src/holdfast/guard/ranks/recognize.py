@@ -72,7 +72,7 @@ def _check_models(parts: Parts) -> None:
         if any(
             isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()
         ):
-            raise _refused(f"model {name!r} is wrapped twice or only in part")
+            raise _refused(f"model {name!r} is wrapped twice or only partly")
 
 
 def _check_replicated(parts: Parts, wrapped: Mapping[str, DistributedDataParallel]) -> None:
@@ -103,7 +103,7 @@ def _check_wrapper(wrapper: DistributedDataParallel) -> None:
             "DistributedDataParallel has mixed_precision, which the guard's precision= replaces"
         )
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
-        raise _refused("a PowerSGD hook would keep NaN from a step that is taken back")
+        raise _refused("a PowerSGD hook would keep NaN from a step that is undone")
 
 
 # --- fully_shard
@@ -122,7 +122,7 @@ def _check_sharded(parts: Parts, names: list[str]) -> None:
 
     if parts.averages:
         raise _refused(
-            "averaged= is given with a sharded model, although torch averages only whole weights"
+            "averaged= is set for a sharded model, but torch averages only unsharded weights"
         )
     if len(names) != 1 or len(parts.optimizers) != 1 or parts.wrappers:
         raise _refused(

@@ -652,7 +652,7 @@ class Loop:
         elif not self._postponed:
             self._record.emit(
                 run_events.SavePostponed(
-                    why="loss or gradient norm are unusually high, so saving waits"
+                    why="the loss or gradient norm is unusually high, so the save is delayed"
                 )
             )
             self._postponed = True

@@ -300,9 +300,9 @@ class Recovery:
         )
         if is_in_batch:
             fix = (
-                "repair the data: the batch itself contains NaN or Inf, which no setting of the"
-                " training changes. `holdfast events RUN_DIR --kind nonfinite_origin` names the"
-                " samples; Policy(drop_nonfinite_samples=True) leaves them out. The newest"
+                "repair the data: the batch itself contains NaN or Inf, which no setting"
+                " can change. `holdfast events RUN_DIR --kind nonfinite_origin` names the"
+                " samples; Policy(drop_nonfinite_samples=True) drops them. The newest"
                 " checkpoint is finite."
             )
         return NonFiniteError(
@@ -389,7 +389,7 @@ class Recovery:
                 reason,
                 limit=f"its weights may be only partly updated, and {obstacle}",
                 fix=(
-                    "repair the cause of the error, which the script has caught, and start again"
+                    "fix the cause of the error, which the script has caught, and start again"
                     " from the newest checkpoint."
                 ),
                 rule="H213",

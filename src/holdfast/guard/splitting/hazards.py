@@ -152,8 +152,8 @@ def refused_by_policy(micro_batch_size: int, hazard: Hazard) -> BatchError:
     advice = ""
     if hazard.name == "coupled_loss":
         advice = (
-            "if samples are independent and the mean is over something that the batch does not"
-            " show, return Loss(mean, items). If the loss compares samples, pass"
+            "if samples are independent but the items of the mean cannot be counted from the"
+            " batch, return Loss(mean, items). If the loss compares samples, pass"
             " TwoPass(outputs, loss). If batches are padded to the longest sample, trim each"
             " part to its own longest sample and leave padding out of the mean"
             " (docs/how-to/out-of-memory.md). Otherwise, "

@@ -338,8 +338,8 @@ class Attempts:
                 "recompute names modules, but this process uses torch.compile",
                 limit="a compiled graph ignores later changes to its modules",
                 fix=(
-                    "use torch.utils.checkpoint in forward, which is compiled with it, and leave"
-                    " out recompute=."
+                    "use torch.utils.checkpoint in forward, which is compiled with it, and omit"
+                    " recompute=."
                 ),
                 rule="H102",
             )

@@ -181,7 +181,7 @@ class StepEngine:
         """Raise H208 if an attempt that must be made again has changed its batch in place."""
         if versions_of(work.tensors) != work.versions:
             raise self._safety.batch_was_changed(
-                work.loss_fn, "the step must be made again, because the one before it was refused"
+                work.loss_fn, "the step must be repeated, because the step before it was refused"
             )
 
     def read(self, work: Work, attempt: UnreadAttempt) -> StepAttempt:

@@ -186,7 +186,7 @@ class Passes:
             raise BatchError(
                 "a TwoPass received a window of several batches",
                 limit="it compares the samples of one batch",
-                fix="collate the samples into one batch, which is split when memory is short.",
+                fix="collate the samples into one batch, which is split when memory runs out.",
                 rule="H203",
             )
         run = TwoPassRun(

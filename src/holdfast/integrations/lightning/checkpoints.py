@@ -156,7 +156,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             return
         if _is_last_good(target):
             event = run_events.CheckpointKept(
-                checkpoint=target.name, why="no other checkpoint in its folder verifies"
+                checkpoint=target.name, why="no other checkpoint in its folder passes verification"
             )
             emit_or_log(self.emit, event)
             return

@@ -85,7 +85,7 @@ def _accumulates(module: Any) -> PolicyError | None:
         return None
     reason = (
         "ranks communicate only at the last batch of a step. Use larger batches instead, which are"
-        " split if memory is short"
+        " split if memory runs out"
     )
     return _unsupported_on_ranks(f"accumulate_grad_batches={most}", module, reason=reason)
 

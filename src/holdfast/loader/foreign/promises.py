@@ -82,8 +82,8 @@ def _promise_for_torch_loader(loader: DataLoader[Any]) -> str:
             )
         if not has_no_state(sampler):
             return (
-                f"not known, because {name} may carry state from epoch to epoch, but has no"
-                " state_dict and load_state_dict with which to save it"
+                f"not known, because {name} may carry state from epoch to epoch, and without"
+                " state_dict and load_state_dict, that state cannot be saved"
             )
     if keeps_workers(loader):
         return (

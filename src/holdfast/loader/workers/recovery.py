@@ -190,7 +190,7 @@ class WorkerRecovery:
         lost_pool.abandon()
         workers_before = self.settings.workers
         if workers_before == 0:
-            raise no_remedy_left(f"even without workers, no batch can be made: {loss.cause}")
+            raise no_remedy_left(f"even without workers, no batch can be loaded: {loss.cause}")
         index = None if loss.status is None else source.sample_at(loss.status)
         self._last_suspect = index
         remedy = self.adapt_settings(loss, index, source)

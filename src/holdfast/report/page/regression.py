@@ -72,7 +72,7 @@ class Regression:
         )
         if self.slower_by > self.limit and not self.is_regression:
             sentence += (
-                f" This is no regression, because fewer than {_MIN_SLOWER_SHARE:.0%} of the"
+                f" This is not a regression, because fewer than {_MIN_SLOWER_SHARE:.0%} of the"
                 " stretches are slower."
             )
         return sentence
@@ -112,7 +112,7 @@ def measure_regression(baseline: GatheredRun, other: GatheredRun, limit: float) 
         if run.tool:
             raise PolicyError(
                 f"{run.path} was recorded by another tool ({run.tool})",
-                limit="such records do not hold the times of steps, which are compared",
+                limit="such records do not contain the step times that are compared",
                 fix="record both runs with `holdfast run`, or omit --fail-on-regression.",
                 rule="H105",
             )
@@ -124,7 +124,7 @@ def measure_regression(baseline: GatheredRun, other: GatheredRun, limit: float) 
         raise PolicyError(
             f"{baseline.path} and {other.path} have {len(steps):,} recorded steps in common",
             limit=f"a comparison of their speed needs at least {_MIN_STEPS + _WARM_UP_STEPS}"
-            " consecutive steps that both runs have made in one attempt",
+            " consecutive steps that both runs have recorded in one attempt",
             fix="compare longer runs, or omit --fail-on-regression.",
             rule="H105",
         )

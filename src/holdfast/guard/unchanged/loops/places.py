@@ -69,7 +69,7 @@ def find_place(frame: FrameType) -> LoopPlace:
     library = _library_of(frame)
     if library is not None:
         problem = f"runs in the package {library!r}, not in the script"
-        fix = "use a Guard in a loop of your own."
+        fix = "use a Guard in your own loop."
         if library in _INTEGRATIONS:
             fix = f"use the integration {_INTEGRATIONS[library]}, which saves with the framework."
     return LoopPlace(

@@ -120,7 +120,7 @@ class Replay:
         counters = loop.find_enumerate_counters(frame)
         values = self.saved.enumerate_counters
         if counters is None or len(counters) != len(values):
-            raise resume_differs("a loop requests its batches through other wrappers than before")
+            raise resume_differs("a loop requests its batches through different wrappers")
         for counter, value in zip(counters, values, strict=True):
             counter.value = value
 
@@ -188,6 +188,6 @@ def _check_same_loop(recorded: FinishedLoop | CurrentLoop, loop: Loop) -> None:
         if value_now != value:
             raise resume_differs(
                 f"when the loop at {recorded.place_name} begins, {name} is {value_now!r} instead of"
-                f" {value!r}. If the script loads a checkpoint of its own at the start, turn that"
+                f" {value!r}. If the script loads its own checkpoint at the start, turn that"
                 " off"
             )

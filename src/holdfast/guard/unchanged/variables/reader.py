@@ -412,8 +412,8 @@ class VariableReader:
             # The script creates the module in the loop.
             return live
         raise resume_differs(
-            f"a variable referred to a {saved['class'].partition(':')[2]} of its own, and refers to"
-            f" {'a model that is trained' if isinstance(live, nn.Module) else repr(live)}"
+            f"a variable referred to a separate {saved['class'].partition(':')[2]}, and now refers"
+            f" to {'a model that is trained' if isinstance(live, nn.Module) else repr(live)}"
         )
 
     def _guarded_module_like(self, saved: Saved) -> nn.Module | None:
