@@ -34,7 +34,12 @@ def small_device(mib: int, name: str = "T4") -> Device:
     return replace(find_device("T4"), name=name, usable_bytes=mib * MIB, context_bytes=10 * MIB)
 
 
-def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = True) -> Forecast:
+def make_plans(
+    *devices: Device,
+    total: int | None = 64,
+    accumulates: bool = True,
+    micro_batch_size: int | None = None,
+) -> Forecast:
     """Return the forecast of a made step for devices."""
     traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
     result = TraceResult(
@@ -53,6 +58,7 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
         devices=devices,
         precisions=("fp32",),
         global_batch_size=total,
+        micro_batch_size=micro_batch_size,
         margin_bytes=0,
     )
     plain = replace(extrapolate(traces), accumulates=accumulates)

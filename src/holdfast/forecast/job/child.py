@@ -149,7 +149,9 @@ class _Tracing:
         self._report("importing the factory")
         factory = building.load_factory(name)
         self._report("building the model")
-        return building.call_factory(name, factory, size=self._request.sizes[0])
+        return building.call_factory(
+            name, factory, size=self._request.sizes[0], arguments=self._request.arguments
+        )
 
     def _trace(self, job: TrainingJob, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
         # Run one step of this size before recording one: the memory that a step leaves behind

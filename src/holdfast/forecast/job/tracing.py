@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -25,6 +25,8 @@ from holdfast.forecast.job.time_limits import MOST_CPU_SECONDS, MOST_IDLE_SECOND
 from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
+# The value of an argument that the factory is called with.
+Argument = bool | int | float | str
 
 # The files below are in a folder that the parent and the child share. The parent writes its request
 # to this file.
@@ -48,6 +50,7 @@ class TraceRequest:
     Args:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `building`
             describes what it may return.
+        arguments: Arguments for the factory, keyed by the name of the parameter.
         precision: ``"bf16"`` or ``"fp16"`` to run the step under autocast with this dtype, or
             ``"fp32"`` to run it without autocast.
         sizes: The micro-batch sizes to trace, in samples, each at least 1.
@@ -60,6 +63,7 @@ class TraceRequest:
     """
 
     factory: str
+    arguments: dict[str, Argument] = field(default_factory=dict)
     precision: str = "fp32"
     sizes: tuple[int, ...] = (2, 4)
     route: Route = "privateuse1"

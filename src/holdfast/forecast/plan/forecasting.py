@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.devices.catalogue import GIB, Device
-from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
+from holdfast.forecast.job.tracing import Argument, TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
     MemoryPlan,
     Target,
     TracedStep,
+    Variation,
     check_trace,
     find_plans,
     nearest_miss,
@@ -31,6 +32,7 @@ from holdfast.forecast.trace.extrapolation import (
     NotAlignedError,
     ScaledTrace,
     extrapolate,
+    extrapolate_parameter,
 )
 
 OnProgress = Callable[[str], object]
@@ -55,18 +57,25 @@ class ForecastRequest:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `job.building`
             describes what it may return.
         devices: The devices to plan for.
+        arguments: Arguments for the factory, keyed by the name of the parameter.
         precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Begin with the one
             that the job uses now: among equally fast plans, earlier precisions are preferred.
         global_batch_size: The number of samples per optimizer step, or None for one micro-batch per
             step.
+        micro_batch_size: The fixed number of samples per micro-batch, or None to find the largest.
+        variation: The parameter of the factory whose largest value is found, or None. It requires a
+            fixed `micro_batch_size`.
         margin_bytes: How many bytes to keep free, or None for the device's default.
         verify: Whether to trace each recommended plan with its own settings.
     """
 
     factory: str
     devices: tuple[Device, ...]
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     precisions: tuple[str, ...] = ("fp32", "bf16")
     global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    variation: Variation | None = None
     margin_bytes: int | None = None
     verify: bool = True
 
@@ -75,6 +84,8 @@ class ForecastRequest:
         return Target(
             device=device,
             global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            variation=self.variation,
             margin_bytes=self.margin_bytes,
         )
 
@@ -224,7 +235,7 @@ def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int |
     If the global batch is larger than the micro-batch, this includes the memory for accumulating
     the gradients of earlier micro-batches.
     """
-    trace = step.with_recompute(plan.modules).at(max(1, plan.micro_batch_size))
+    trace = step.with_recompute(plan.modules).at(plan.described_size)
     if global_batch_size is None or not step.plain.accumulates:
         return trace
     return with_accumulation(trace, global_batch_size)
@@ -341,54 +352,81 @@ class Forecaster:
         return job.step
 
     def _trace(self, precision: str, recompute: tuple[str, ...] = ()) -> _TracedJob:
-        """Trace the job at two batch sizes, from which the step at any size can be computed.
+        """Trace the job at several sizes, from which the step at any size can be computed.
 
         Args:
             precision: The precision to trace in.
             recompute: Paths of the modules whose activations are recomputed.
 
         Raises:
-            NotAlignedError: If the traces differ at every pair of sizes. The error describes the
-                difference at the first pair.
+            NotAlignedError: If the traces differ at every pair of batch sizes, or at the values of
+                the varied parameter. The error describes the first difference.
             HoldfastError: Any error that `trace_job` raises.
         """
+        request = TraceRequest(
+            factory=self._request.factory,
+            arguments=dict(self._request.arguments),
+            precision=precision,
+            recompute=recompute,
+        )
+        if self._request.variation is None:
+            result, step = self._trace_batch_sizes(request)
+        else:
+            result, step = self._trace_values(request, self._request.variation)
+        assumed = list(result.assumptions)
+        if self._request.global_batch_size is not None and not result.accumulates:
+            what = (
+                "the step calls backward itself, so its batch was not split: the step receives"
+                f" the global batch of {self._request.global_batch_size} samples at once, and"
+                " no accumulated gradients are counted"
+            )
+            assumed.append(Assumption(what=what))
+        return _TracedJob(
+            result=replace(result, assumptions=tuple(assumed)),
+            step=replace(step, accumulates=result.accumulates),
+        )
+
+    def _trace_batch_sizes(self, request: TraceRequest) -> tuple[TraceResult, ScaledTrace]:
+        """Trace the job at two micro-batch sizes; see `_trace`."""
         differences: list[NotAlignedError] = []
         for multiple in _SIZE_MULTIPLES:
             sizes = tuple(multiple * size for size in FITTED_SIZES)
-            result = trace_job(
-                TraceRequest(
-                    factory=self._request.factory,
-                    precision=precision,
-                    sizes=sizes,
-                    recompute=recompute,
-                ),
-                self._on_progress,
-            )
+            result = trace_job(replace(request, sizes=sizes), self._on_progress)
             try:
                 step = extrapolate(result.traces)
             except NotAlignedError as error:
                 differences.append(error)
                 continue
-            assumed = list(result.assumptions)
-            if differences:
-                names = " and ".join(map(str, sizes))
-                what = (
-                    f"the forecast is extrapolated from {names} samples, because smaller batches"
-                    f" could not be compared: {differences[-1].what}"
-                )
-                assumed.append(Assumption(what=what))
-            if self._request.global_batch_size is not None and not result.accumulates:
-                what = (
-                    "the step calls backward itself, so its batch was not split: the step receives"
-                    f" the global batch of {self._request.global_batch_size} samples at once, and"
-                    " no accumulated gradients are counted"
-                )
-                assumed.append(Assumption(what=what))
-            return _TracedJob(
-                result=replace(result, assumptions=tuple(assumed)),
-                step=replace(step, accumulates=result.accumulates),
+            if not differences:
+                return result, step
+            names = " and ".join(map(str, sizes))
+            what = (
+                f"the forecast is extrapolated from {names} samples, because smaller batches"
+                f" could not be compared: {differences[-1].what}"
             )
+            assumptions = (*result.assumptions, Assumption(what=what))
+            return replace(result, assumptions=assumptions), step
         raise differences[0]
+
+    def _trace_values(
+        self, request: TraceRequest, variation: Variation
+    ) -> tuple[TraceResult, ScaledTrace]:
+        """Trace the job at three values of a parameter of its factory; see `_trace`."""
+        assert self._request.micro_batch_size is not None
+        results = {}
+        for value in variation.traced_values:
+            self._on_progress(f"tracing with {variation.name}={value}")
+            results[value] = trace_job(
+                replace(
+                    request,
+                    arguments={**request.arguments, variation.name: value},
+                    sizes=(self._request.micro_batch_size,),
+                )
+            )
+        step = extrapolate_parameter(
+            variation.name, {value: result.traces[0] for value, result in results.items()}
+        )
+        return results[variation.traced_values[0]], step
 
     # Verification.
 
@@ -415,8 +453,7 @@ class Forecaster:
             if best is None:
                 return plan
             self._on_progress(
-                f"verifying the plan for {target.device.name} with micro-batches of"
-                f" {best.micro_batch_size}"
+                f"verifying the plan for {target.device.name} with {_size_of(best, target)}"
             )
             step = steps[best.precision]
             verification = self._verify(best, step, target)
@@ -428,7 +465,7 @@ class Forecaster:
             if verification.fits:
                 return plan
             margin_bytes = _raised_margin(best, verification, target.device)
-            self._assume(_why_refused(best, margin_bytes, target.device))
+            self._assume(_why_refused(best, margin_bytes, target))
             self._on_progress(f"planning for {target.device.name}")
             next_plan = plan_target(replace(target, margin_bytes=margin_bytes), steps)
             if next_plan.best is None:
@@ -443,9 +480,13 @@ class Forecaster:
             # All micro-batches after the first one need the same memory, so a step with two
             # micro-batches represents a step with any larger number.
             micro_batches = 2
+        arguments = dict(self._request.arguments)
+        if target.variation is not None:
+            arguments[target.variation.name] = plan.described_size
         result = trace_job(
             TraceRequest(
                 factory=self._request.factory,
+                arguments=arguments,
                 precision=plan.precision,
                 sizes=(plan.micro_batch_size,),
                 recompute=plan.modules,
@@ -488,13 +529,20 @@ def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device)
     return plan.margin_bytes + max(plan.margin_bytes, missing_bytes)
 
 
-def _why_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> str:
-    settings = f"micro-batches of {plan.micro_batch_size} in {plan.precision}"
+def _size_of(plan: MemoryPlan, target: Target) -> str:
+    text = f"micro-batches of {plan.micro_batch_size}"
+    if target.variation is None:
+        return text
+    return f"{target.variation.name}={plan.value} and {text}"
+
+
+def _why_refused(plan: MemoryPlan, margin_bytes: int, target: Target) -> str:
+    settings = f"{_size_of(plan, target)} in {plan.precision}"
     if plan.modules:
         settings += f" with {len(plan.modules)} modules recomputed"
     return (
-        f"a plan for {device.name} was rejected: {settings} did not fit when traced, so the margin"
-        f" was raised to {margin_bytes / GIB:.2f} GiB"
+        f"a plan for {target.device.name} was rejected: {settings} did not fit when traced, so the"
+        f" margin was raised to {margin_bytes / GIB:.2f} GiB"
     )
 
 
