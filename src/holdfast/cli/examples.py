@@ -52,6 +52,10 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "holdfast plan --vary seq_len train.py:build",
             "the longest sequence, if build has a parameter seq_len",
         ),
+        (
+            "holdfast plan --set seq_len=2048 --set lora_r=16 config.json",
+            "fine-tune a Hugging Face model with LoRA",
+        ),
     ),
     "compare": (
         ("holdfast compare runs/a runs/b", "write compare.html"),

@@ -30,6 +30,9 @@ from holdfast.forecast.job.tracing import Argument
 from holdfast.forecast.plan.forecasting import Forecast, ForecastRequest, make_forecast
 from holdfast.forecast.plan.planning import Variation
 
+# Builds a model from a config.json of Hugging Face. The integration is named, not imported, because
+# only the process that traces the step needs it.
+_CONFIG_FACTORY = "holdfast.integrations.forecast_from_config:build"
 _PRECISIONS = ("fp32", "bf16", "fp16")
 # Parameters of a factory that receive the micro-batch size, which has an option of its own.
 _SIZE_PARAMETERS = ("micro_batch_size", "batch_size")
@@ -60,7 +63,9 @@ Factory = Annotated[
             ' "batch"} with loss_fn(batch) or loss_fn(model, batch); or, instead of "loss_fn", a'
             ' "step": step(batch), step(model, batch) or step(guard, batch). Both must work with'
             ' any number of samples. With an "evaluate", evaluate(batch) or evaluate(model, batch),'
-            ' and perhaps an "evaluation_batch", the evaluation is forecast too.'
+            ' and perhaps an "evaluation_batch", the evaluation is forecast too. Or the config.json'
+            " of a Hugging Face model, whose task, seq_len, lora_r, dtype and optimizer you can set"
+            " with --set."
         ),
     ),
 ]
@@ -177,6 +182,9 @@ def run(
         _check_torch()
         devices = tuple(find_device(name) for name in device or COMMON_DEVICES)
         arguments = _read_settings(setting or ())
+        if factory.endswith(".json"):
+            arguments["config"] = factory
+            factory = _CONFIG_FACTORY
         variation = _read_vary(vary, arguments)
         if variation is not None and micro_batch_size is None:
             micro_batch_size = 1
