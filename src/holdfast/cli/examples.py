@@ -56,6 +56,10 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "holdfast plan --set seq_len=2048 --set lora_r=16 config.json",
             "fine-tune a Hugging Face model with LoRA",
         ),
+        (
+            "holdfast plan --gpus 8 --shard full --device H100 train.py:build",
+            "one of 8 GPUs with FSDP",
+        ),
     ),
     "compare": (
         ("holdfast compare runs/a runs/b", "write compare.html"),

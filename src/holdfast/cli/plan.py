@@ -29,6 +29,7 @@ from holdfast.forecast.devices.catalogue import Device, bytes_in, find_device
 from holdfast.forecast.job.tracing import Argument
 from holdfast.forecast.plan.forecasting import Forecast, ForecastRequest, make_forecast
 from holdfast.forecast.plan.planning import Variation
+from holdfast.forecast.plan.sharding import KINDS, Sharding
 
 # Builds a model from a config.json of Hugging Face. The integration is named, not imported, because
 # only the process that traces the step needs it.
@@ -125,6 +126,30 @@ GlobalBatchSize = Annotated[
         ),
     ),
 ]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=2**20,
+        metavar="N",
+        help=(
+            "Plan for one of N GPUs that train together. Default: a single GPU. The global batch is"
+            " divided among them."
+        ),
+        show_default=False,
+    ),
+]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help=(
+            "What is divided among --gpus: nothing (ddp), optimizer states (zero1), gradients too"
+            " (zero2), or parameters too (full). Default: ddp."
+        ),
+        show_default=False,
+    ),
+]
 Precisions = Annotated[
     str | None,
     typer.Option(
@@ -161,6 +186,8 @@ def run(
     global_batch_size: GlobalBatchSize = None,
     setting: Settings = None,
     vary: Vary = None,
+    gpus: Gpus = None,
+    shard: Shard = None,
     precision: Precisions = None,
     margin: Margin = None,
     out: Out = None,
@@ -188,7 +215,8 @@ def run(
         variation = _read_vary(vary, arguments)
         if variation is not None and micro_batch_size is None:
             micro_batch_size = 1
-        _check_batch_sizes(micro_batch_size, global_batch_size)
+        sharding = _read_sharding(gpus, shard)
+        _check_batch_sizes(micro_batch_size, global_batch_size, gpus or 1)
         request = ForecastRequest(
             factory=factory,
             devices=devices,
@@ -198,6 +226,7 @@ def run(
             micro_batch_size=micro_batch_size,
             variation=variation,
             margin_bytes=_read_margin(margin),
+            sharding=sharding,
             # The overview recommends no plan, so there is none to verify.
             verify=verify and bool(device),
         )
@@ -269,15 +298,43 @@ def _check_out(out: Path | None, devices: int) -> None:
     check_writable(out)
 
 
-def _check_batch_sizes(micro_batch_size: int | None, global_batch_size: int | None) -> None:
-    if micro_batch_size is None or global_batch_size is None:
+def _check_batch_sizes(
+    micro_batch_size: int | None, global_batch_size: int | None, gpus: int
+) -> None:
+    if global_batch_size is None:
         return
-    if micro_batch_size > global_batch_size:
+    if global_batch_size % gpus:
+        raise _invalid_option(
+            f"--global-batch-size {global_batch_size} with --gpus {gpus}",
+            "each GPU gets the same number of samples",
+            "pass a global batch size that is a multiple of the number of GPUs.",
+        )
+    most = global_batch_size // gpus
+    if micro_batch_size is not None and micro_batch_size > most:
         raise _invalid_option(
             f"--micro-batch-size {micro_batch_size} with --global-batch-size {global_batch_size}",
-            "a micro-batch is a part of the global batch",
-            f"pass --micro-batch-size {global_batch_size} or less.",
+            f"a micro-batch is a part of the global batch of a GPU, which is {most}",
+            f"pass --micro-batch-size {most} or less.",
         )
+
+
+def _read_sharding(gpus: int | None, kind: str | None) -> Sharding | None:
+    if gpus is None and kind is None:
+        return None
+    if gpus is None:
+        raise _invalid_option(
+            f"--shard {kind} without --gpus",
+            "the parts depend on the number of GPUs",
+            "add, for example, --gpus 8.",
+        )
+    for known in KINDS:
+        if known == (kind or "ddp"):
+            return Sharding(gpus=gpus, kind=known)
+    raise _invalid_option(
+        f"--shard {kind!r}",
+        f"it must be one of {', '.join(KINDS)}",
+        "write --shard full for fully sharded data parallelism (FSDP, ZeRO-3).",
+    )
 
 
 def _read_settings(texts: Sequence[str]) -> dict[str, Argument]:

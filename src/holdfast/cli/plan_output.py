@@ -27,6 +27,7 @@ from holdfast.forecast.plan.forecasting import (
     ForecastRequest,
 )
 from holdfast.forecast.plan.planning import MOST_SAMPLES, MemoryPlan, Target, with_relative_times
+from holdfast.forecast.plan.sharding import IMPLEMENTATIONS
 from holdfast.forecast.trace.events import Assumption, shares_of
 
 _MIB = 1 << 20
@@ -64,6 +65,7 @@ def print_forecast(forecast: Forecast) -> None:
         step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
+            _print_shares(plan)
         shown.add(step)
         _print_recommendation(plan)
     typer.echo("Assumptions")
@@ -100,10 +102,12 @@ def print_overview(forecast: Forecast) -> None:
 
 
 def _overview_title(request: ForecastRequest) -> str:
-    if request.micro_batch_size is None:
-        return "Does a training step fit?"
-    samples = counted(request.micro_batch_size, "sample")
-    return f"Does a training step with micro-batches of {samples} fit?"
+    step = "a training step"
+    if request.micro_batch_size is not None:
+        step += f" with micro-batches of {counted(request.micro_batch_size, 'sample')}"
+    if request.sharding is not None:
+        step += f" on {request.sharding.gpus} GPUs ({request.sharding.kind})"
+    return f"Does {step} fit?"
 
 
 def _searched(request: ForecastRequest) -> str:
@@ -201,6 +205,22 @@ def _print_owners(plan: DeviceForecast) -> None:
     typer.echo("")
 
 
+def _print_shares(plan: DeviceForecast) -> None:
+    """Print which part of the model states each of several GPUs holds."""
+    sharding = plan.target.sharding
+    if sharding is None:
+        return
+    typer.echo(f"Each of {sharding.gpus} GPUs holds ({IMPLEMENTATIONS[sharding.kind]})")
+    for share in plan.state_shares:
+        text = _size(share.gpu_bytes)
+        if share.gpu_bytes != share.whole_bytes:
+            text += f" (1/{sharding.gpus} of {_size(share.whole_bytes)})"
+        if share.buffer_bytes:
+            text += f" and {_size(share.buffer_bytes)} of buffers"
+        typer.echo(f"  {share.state}: {text}")
+    typer.echo("")
+
+
 def _print_recommendation(plan: DeviceForecast) -> None:
     best = plan.best
     if best is None:
@@ -251,7 +271,13 @@ def _explain_margin(plan: DeviceForecast) -> str:
     if plan.target.margin_bytes is not None:
         return ""
     covered = []
-    if not plan.target.device.is_measured:
+    if plan.target.sharding is not None:
+        covered.append(
+            "no forecast was compared with a real run on several GPUs, so the margin also covers"
+            " the memory of NCCL, buffers that are not computed, and fragmentation; the plan still"
+            f" fits if its forecast is up to {UNMEASURED_MARGIN_SHARE:.0%} too low"
+        )
+    elif not plan.target.device.is_measured:
         covered.append(
             "no forecast was compared with a real run on this device, so the margin also covers"
             " the CUDA context of other drivers and builds, cuDNN and fragmentation; the plan still"
@@ -324,7 +350,7 @@ def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
         texts.append(f"{text} (at {', '.join(lines)})" if lines else text)
     return [
         *texts,
-        "the step runs in eager mode on one device; torch.compile would change its memory use",
+        "the step runs in eager mode; torch.compile would change its memory use",
         "no device was queried; the figures above apply, and no other process uses device memory",
     ]
 
@@ -367,6 +393,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "varied": None if request.variation is None else request.variation.name,
         "micro_batch_size": request.micro_batch_size,
         "global_batch_size": request.global_batch_size,
+        "sharding": None if request.sharding is None else asdict(request.sharding),
         "rows": rows,
         "devices": [_device_as_json(plan) for plan in forecast.plans],
         "traced": {
@@ -394,6 +421,7 @@ def _device_as_json(plan: DeviceForecast) -> dict[str, Any]:
         "context_bytes": device.context_bytes,
         "sources": dict(device.sources),
         "owners": {name: dict(sizes) for name, sizes in shares_of(plan.trace).items()},
+        "state_shares": [asdict(share) for share in plan.state_shares],
         "recommended": None,
     }
     if plan.best is None:
@@ -433,6 +461,8 @@ def _command(request: ForecastRequest) -> str:
     ]
     if request.variation is not None:
         words.append(f"--vary {request.variation.name}={request.variation.step}")
+    if request.sharding is not None:
+        words.append(f"--gpus {request.sharding.gpus} --shard {request.sharding.kind}")
     if request.margin_bytes is not None:
         words.append(f"--margin {request.margin_bytes / _MIB:g}MiB")
     return " ".join(words)

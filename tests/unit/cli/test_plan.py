@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from holdfast.cli.main import make_app
 from holdfast.cli.plan_output import as_json, as_yaml, print_forecast, print_overview
 from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.sharding import Sharding
 
 FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
 
@@ -54,6 +55,13 @@ def test_an_unknown_device_names_the_nearest():
         (["--margin", "-1GiB"], "GiB"),
         (["--device", "L4", "--out", "plan.yaml"], "one device"),
         (["--micro-batch-size", "8", "--global-batch-size", "4"], "part of the global batch"),
+        (["--shard", "full"], "number of GPUs"),
+        (["--gpus", "2", "--shard", "zero3"], "ddp, zero1, zero2, full"),
+        (["--gpus", "8", "--global-batch-size", "12"], "same number"),
+        (
+            ["--gpus", "8", "--global-batch-size", "32", "--micro-batch-size", "8"],
+            "of a GPU, which is 4",
+        ),
         (["--set", "context"], "equals sign"),
         (["--set", "batch_size=4"], "its own option"),
         (["--vary", "batch_size"], "its own option"),
@@ -254,6 +262,37 @@ def test_the_output_names_what_was_asked_for(capsys):
     assert "not even one micro-batch of 3 samples" in shown
     print_overview(forecast)
     assert "micro-batches of 3 samples" in capsys.readouterr().out
+
+
+def test_the_share_of_each_gpu_is_shown(capsys):
+    """Parts and buffers of the model states, and a margin as on a device without measurements."""
+    forecast = make_plans(small_device(400), sharding=Sharding(gpus=8, kind="full"))
+    shown = printed(forecast, capsys)
+    assert "Each of 8 GPUs holds" in shown
+    assert "(1/8 of" in shown
+    (device,) = as_json(forecast)["devices"]
+    for share in device["state_shares"]:
+        assert share["gpu_bytes"] == -(-share["whole_bytes"] // 8)
+    assert forecast.plans[0].target.global_batch_size == 64 // 8
+    assert "ZeRO" in " ".join(each.what for each in forecast.plans[0].trace.assumptions)
+    assert "--gpus 8 --shard full" in as_yaml(forecast)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_sharded_step_is_traced_and_verified():
+    """The optimizer states of AdamW are divided, and the forecast holds when traced again."""
+    options = ["--device", "H100", "--precision", "fp32", "--micro-batch-size", "4", "--json"]
+    result = call(*options, "--gpus", "4", "--shard", "zero1", factory="mlp")
+    assert result.exit_code == 0, result.output
+    (device,) = json.loads(result.stdout)["devices"]
+    shares = {share["state"]: share for share in device["state_shares"]}
+    parameters = shares["parameters"]["whole_bytes"]
+    assert shares["gradients"]["buffer_bytes"] == shares["gradients"]["gpu_bytes"] == parameters
+    # AdamW has two states of the size of the parameters, and a step count for each of them.
+    assert shares["optimizer state"]["gpu_bytes"] == pytest.approx(parameters / 2, rel=0.01)
+    assert abs(device["verified"]["error"]) < 0.005
+    assert device["recommended"]["margin_bytes"] > 0.2 * device["usable_bytes"]
 
 
 @pytest.mark.slow

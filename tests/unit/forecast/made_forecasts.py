@@ -18,6 +18,7 @@ from holdfast.forecast.plan.forecasting import (
     plan_target,
 )
 from holdfast.forecast.plan.planning import TracedStep
+from holdfast.forecast.plan.sharding import Sharding
 from holdfast.forecast.trace.events import Assumption
 from holdfast.forecast.trace.extrapolation import extrapolate
 
@@ -39,6 +40,7 @@ def make_plans(
     total: int | None = 64,
     accumulates: bool = True,
     micro_batch_size: int | None = None,
+    sharding: Sharding | None = None,
 ) -> Forecast:
     """Return the forecast of a made step for devices."""
     traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
@@ -60,6 +62,7 @@ def make_plans(
         global_batch_size=total,
         micro_batch_size=micro_batch_size,
         margin_bytes=0,
+        sharding=sharding,
     )
     plain = replace(extrapolate(traces), accumulates=accumulates)
     every = range(len(BLOCKS))

@@ -25,7 +25,7 @@ from holdfast.forecast.plan.planning import (
     nearest_miss,
     recommend,
 )
-from holdfast.forecast.trace.accumulation import with_accumulation
+from holdfast.forecast.plan.sharding import Sharding, StateShare, state_shares
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.extrapolation import (
     FITTED_SIZES,
@@ -60,12 +60,14 @@ class ForecastRequest:
         arguments: Arguments for the factory, keyed by the name of the parameter.
         precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Begin with the one
             that the job uses now: among equally fast plans, earlier precisions are preferred.
-        global_batch_size: The number of samples per optimizer step, or None for one micro-batch per
-            step.
+        global_batch_size: The number of samples per optimizer step on all devices together, or None
+            for one micro-batch per step.
         micro_batch_size: The fixed number of samples per micro-batch, or None to find the largest.
         variation: The parameter of the factory whose largest value is found, or None. It requires a
             fixed `micro_batch_size`.
         margin_bytes: How many bytes to keep free, or None for the device's default.
+        sharding: How the step is distributed over GPUs, or None for a single one. Their number must
+            divide the global batch size.
         verify: Whether to trace each recommended plan with its own settings.
     """
 
@@ -77,16 +79,22 @@ class ForecastRequest:
     micro_batch_size: int | None = None
     variation: Variation | None = None
     margin_bytes: int | None = None
+    sharding: Sharding | None = None
     verify: bool = True
 
     def target(self, device: Device) -> Target:
         """Return the target for planning on a device with the settings of this request."""
+        device_batch_size = self.global_batch_size
+        if device_batch_size is not None and self.sharding is not None:
+            assert device_batch_size % self.sharding.gpus == 0
+            device_batch_size //= self.sharding.gpus
         return Target(
             device=device,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=device_batch_size,
             micro_batch_size=self.micro_batch_size,
             variation=self.variation,
             margin_bytes=self.margin_bytes,
+            sharding=self.sharding,
         )
 
 
@@ -143,6 +151,7 @@ class DeviceForecast:
         shown: The plan whose memory is shown in detail: `best` or, if no plan fits, the plan that
             lacks the least memory.
         trace: The trace of the step under the plan in `shown`.
+        state_shares: The model states of that step on each of several GPUs; empty for a single one.
         verification: The verification of the recommended plan. If no plan passed verification, this
             is the verification of the last plan that was tried. None if no plan was verified.
     """
@@ -152,6 +161,7 @@ class DeviceForecast:
     best: MemoryPlan | None
     shown: MemoryPlan
     trace: Trace
+    state_shares: tuple[StateShare, ...] = ()
     verification: Verification | None = None
 
     @property
@@ -220,25 +230,22 @@ def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForeca
     best = recommend(plans)
     shown = best or nearest_miss(plans)
     assert shown is not None, "there is a plan for each precision"
+    step = steps[shown.precision]
+    trace = step.with_recompute(shown.modules).at(shown.described_size)
     return DeviceForecast(
         target=target,
         rows=plans,
         best=best,
         shown=shown,
-        trace=_step_in_memory(shown, steps[shown.precision], target.global_batch_size),
+        trace=_step_in_memory(shown, step, target),
+        state_shares=() if target.sharding is None else state_shares(trace, target.sharding),
     )
 
 
-def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
-    """Return the trace of the step under a plan, with all memory that the step needs.
-
-    If the global batch is larger than the micro-batch, this includes the memory for accumulating
-    the gradients of earlier micro-batches.
-    """
+def _step_in_memory(plan: MemoryPlan, step: TracedStep, target: Target) -> Trace:
+    """Return the trace of the step under a plan, with all memory that the step needs."""
     trace = step.with_recompute(plan.modules).at(plan.described_size)
-    if global_batch_size is None or not step.plain.accumulates:
-        return trace
-    return with_accumulation(trace, global_batch_size)
+    return target.in_memory(trace, accumulates=step.plain.accumulates)
 
 
 class Forecaster:
@@ -459,7 +466,7 @@ class Forecaster:
             verification = self._verify(best, step, target)
             plan = replace(
                 plan,
-                trace=_step_in_memory(best, step, target.global_batch_size),
+                trace=_step_in_memory(best, step, target),
                 verification=verification,
             )
             if verification.fits:
@@ -494,8 +501,9 @@ class Forecaster:
                 traces_evaluation=True,
             )
         )
-        (trace,) = result.traces
-        forecast = _step_in_memory(plan, step, micro_batches * plan.micro_batch_size)
+        trace = target.sharded(result.traces[0])
+        traced_target = replace(target, global_batch_size=micro_batches * plan.micro_batch_size)
+        forecast = _step_in_memory(plan, step, traced_target)
         return Verification(
             live_bytes=live_peak(trace, GRANULE_BYTES),
             forecast_bytes=live_peak(forecast, GRANULE_BYTES),
@@ -508,6 +516,7 @@ def _evaluation_in_memory(trace: Trace | None, target: Target) -> EvaluationFore
     """Return the memory that a traced evaluation needs, or None if there is no evaluation."""
     if trace is None:
         return None
+    trace = target.sharded(trace)
     fit = check_trace(trace, target)
     return EvaluationForecast(
         samples=trace.micro_batch_size,

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.forecast.allocator.replay import Events, Sizes, smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
+from holdfast.forecast.plan.sharding import Sharding, sharded
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import (
     Trace,
@@ -154,12 +155,13 @@ class Target:
 
     Args:
         device: The device.
-        global_batch_size: The number of samples per optimizer step, or None for one micro-batch per
-            step.
+        global_batch_size: The number of samples per optimizer step on this device, or None for one
+            micro-batch per step.
         micro_batch_size: The fixed number of samples per micro-batch, or None to find the largest.
         variation: The parameter whose largest value is found, or None. It requires a fixed
             `micro_batch_size`.
         margin_bytes: How many bytes to keep free, or None for the device's default.
+        sharding: How the step is distributed over GPUs of this kind, or None for a single one.
     """
 
     device: Device
@@ -167,6 +169,7 @@ class Target:
     micro_batch_size: int | None = None
     variation: Variation | None = None
     margin_bytes: int | None = None
+    sharding: Sharding | None = None
 
     @property
     def sizes(self) -> range:
@@ -181,9 +184,27 @@ class Target:
         """Return how many bytes to keep free on the device while a step runs."""
         if self.margin_bytes is not None:
             return self.margin_bytes
-        return default_margin_bytes(
-            self.device, uncalibrated_scratch_bytes=trace.uncalibrated_bytes
-        )
+        device = self.device
+        if self.sharding is not None:
+            # No forecast was compared with a real run on several GPUs.
+            device = replace(device, is_measured=False)
+        return default_margin_bytes(device, uncalibrated_scratch_bytes=trace.uncalibrated_bytes)
+
+    def sharded(self, trace: Trace) -> Trace:
+        """Return the part of a step that runs on this device."""
+        return trace if self.sharding is None else sharded(trace, self.sharding)
+
+    def in_memory(self, trace: Trace, *, accumulates: bool) -> Trace:
+        """Return a step with one micro-batch with all memory that it needs on this device.
+
+        Args:
+            trace: The step.
+            accumulates: Whether the job can accumulate gradients. If so, and if the global batch is
+                larger than the micro-batch, their memory is included.
+        """
+        if self.global_batch_size is not None and accumulates:
+            trace = with_accumulation(trace, self.global_batch_size)
+        return self.sharded(trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,11 +387,7 @@ class _PlanSearch:
         return self._step.with_recompute(modules).at(size)
 
     def _in_memory(self, trace: Trace) -> Trace:
-        """Return the step with the memory for accumulating gradients, if it accumulates any."""
-        total = self._target.global_batch_size
-        if total is None or not self._step.plain.accumulates:
-            return trace
-        return with_accumulation(trace, total)
+        return self._target.in_memory(trace, accumulates=self._step.plain.accumulates)
 
     def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Events, Sizes]:
         events, sizes = repeat_steps(trace, steps)
