@@ -113,6 +113,7 @@ def test_adapters_are_made_by_peft_for_the_task(tmp_path, monkeypatch):
         (LLAMA, {"dtype": "int4"}, "H421", "fp32"),
         (LLAMA, {"optimizer": "Adamw"}, "H421", "torch.optim"),
         (LLAMA, {"lora_r": -1}, "H421", "at least 1"),
+        (LLAMA, {"lora_r": 4, "task": "generate"}, "H421", "adapters"),
         ({**LLAMA, "model_type": "lama"}, {}, "H111", "llama"),
         ({"vocab_size": 1}, {}, "H421", "model_type"),
     ],
@@ -152,3 +153,24 @@ def test_a_plan_is_made_from_a_configuration(tmp_path):
     parameters = shown["traced"]["bf16"]["parameters"]
     # bf16 weights, whose two moments are bf16 as well.
     assert device["owners"]["owners"]["optimizer state"] == pytest.approx(4 * parameters, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_generating_holds_the_cache_of_keys_and_values(tmp_path):
+    """For each layer and token, a key and a value of half the width, and no training state."""
+    samples, tokens = 64, 512
+    options = ["--device", "L4", "--micro-batch-size", str(samples), "--precision", "fp32"]
+    sets = ["--set", f"seq_len={tokens}", "--set", "task=generate"]
+    result = CliRunner().invoke(
+        make_app("plan"), ["plan", written(tmp_path, LLAMA), *options, *sets, "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    (device,) = shown["devices"]
+    cache_bytes = samples * tokens * LAYERS * 2 * (WIDTH // 2) * 4
+    owners = device["owners"]["owners"]
+    assert shown["only_evaluates"]
+    assert owners["other"] > cache_bytes
+    assert "optimizer state" not in owners
+    assert abs(device["verified"]["error"]) < 0.005

@@ -247,6 +247,12 @@ def _write(forecast: Forecast, out: Path | None) -> bool:
     """Write the recommended plan to a file, if there is one, and return whether it was written."""
     if out is None or forecast.plans[0].best is None:
         return False
+    if forecast.only_evaluates:
+        raise _invalid_option(
+            "--out for a job without an optimizer",
+            "a policy describes a training run",
+            "leave out --out, or return an optimizer and a loss_fn from build().",
+        )
     replace_file(out, as_yaml(forecast).encode(), SHARED)
     return True
 

@@ -67,7 +67,7 @@ def print_forecast(forecast: Forecast) -> None:
             _print_owners(plan)
             _print_shares(plan)
         shown.add(step)
-        _print_recommendation(plan)
+        _print_recommendation(plan, trains=not forecast.only_evaluates)
     typer.echo("Assumptions")
     for text in _assumption_texts(forecast.assumptions):
         console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
@@ -75,7 +75,7 @@ def print_forecast(forecast: Forecast) -> None:
 
 def print_overview(forecast: Forecast) -> None:
     """Print one line per device: whether a step fits, and the largest size that does."""
-    table = Table(title=_overview_title(forecast.request), title_justify="left")
+    table = Table(title=_overview_title(forecast), title_justify="left")
     for name in ("device", "fits"):
         table.add_column(name)
     table.add_column(f"largest {_searched(forecast.request)}", justify="right")
@@ -101,8 +101,9 @@ def print_overview(forecast: Forecast) -> None:
     typer.echo("Each line is the fastest plan that fits. For its details, pass --device NAME.")
 
 
-def _overview_title(request: ForecastRequest) -> str:
-    step = "a training step"
+def _overview_title(forecast: Forecast) -> str:
+    request = forecast.request
+    step = "an evaluation" if forecast.only_evaluates else "a training step"
     if request.micro_batch_size is not None:
         step += f" with micro-batches of {counted(request.micro_batch_size, 'sample')}"
     if request.sharding is not None:
@@ -221,14 +222,16 @@ def _print_shares(plan: DeviceForecast) -> None:
     typer.echo("")
 
 
-def _print_recommendation(plan: DeviceForecast) -> None:
+def _print_recommendation(plan: DeviceForecast, *, trains: bool) -> None:
+    """Print the recommended settings, and as a policy if the job trains."""
     best = plan.best
     if best is None:
         typer.echo(f"{_explain_no_fit(plan)}\n")
         return
     policy = ", ".join(f"{name}={value!r}" for name, value in best.policy().items())
     typer.echo(f"Recommended for {best.device}: {_summary(best, plan.target)}")
-    typer.echo(f"  Policy({policy})")
+    if trains:
+        typer.echo(f"  Policy({policy})")
     margin = _explain_margin(plan)
     if margin:
         typer.echo(f"  {margin}")
@@ -389,6 +392,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
             rows.append(_row_as_json(row, relative_time))
     return {
         "factory": request.factory,
+        "only_evaluates": forecast.only_evaluates,
         "arguments": dict(request.arguments),
         "varied": None if request.variation is None else request.variation.name,
         "micro_batch_size": request.micro_batch_size,

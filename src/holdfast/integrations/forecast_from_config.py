@@ -27,7 +27,10 @@ _AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "sequence-classification": "AutoModelForSequenceClassification",
+    "generate": "AutoModelForCausalLM",
 }
+# Generates text with a language model, and trains nothing.
+_GENERATE = "generate"
 # peft's name of each task (peft.TaskType). It has none for masked language models.
 _PEFT_TASKS = {
     "causal-lm": "CAUSAL_LM",
@@ -50,9 +53,10 @@ def build(  # noqa: PLR0913 - each argument can be set on the command line
 
     Args:
         config: The path of the model's ``config.json``.
-        task: ``"causal-lm"``, ``"masked-lm"``, ``"seq2seq-lm"`` or ``"sequence-classification"``.
-        seq_len: The number of tokens per sample. With ``"seq2seq-lm"``, the input and the output
-            both have this number.
+        task: ``"causal-lm"``, ``"masked-lm"``, ``"seq2seq-lm"`` or ``"sequence-classification"`` to
+            train, or ``"generate"`` to generate text with a causal language model.
+        seq_len: The number of tokens per sample, including generated ones. With ``"seq2seq-lm"``,
+            the input and the output both have this number.
         lora_r: The rank of LoRA adapters, which are added by peft to the layers that it chooses for
             this architecture; all other parameters are frozen. 0: train all parameters.
         dtype: The data type of the model's weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Adapters
@@ -81,6 +85,15 @@ def build(  # noqa: PLR0913 - each argument can be set on the command line
             f"transformers has no such model: {str(error).splitlines()[0]}",
             "set the task of the model, for example with --set task=masked-lm.",
         ) from error
+    if task == _GENERATE:
+        if lora_r:
+            raise _invalid(
+                f"lora_r={lora_r} with task={task!r}",
+                "adapters are for training; before generating, they are merged into the weights",
+                "leave lora_r out.",
+            )
+        tokens = _make_tokens(micro_batch_size, seq_len, model_config)
+        return {"model": model, "evaluate": _generate_last_token, "batch": {"input_ids": tokens}}
     model.train()
     if lora_r:
         model = _with_adapters(model, task, lora_r)
@@ -163,13 +176,35 @@ def _make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def _make_batch(task: str, samples: int, seq_len: int, model_config: Any) -> dict[str, Any]:
     """Return a batch without padding, as the tokenizer and the collator of transformers make it."""
-    # The configurations of models with several modalities have one for their text.
-    vocabulary = int(model_config.get_text_config().vocab_size)
-    tokens = torch.randint(0, vocabulary, (samples, seq_len))
+    tokens = _make_tokens(samples, seq_len, model_config)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if task == "sequence-classification":
         return {**batch, "labels": torch.zeros(samples, dtype=torch.long)}
     return {**batch, "labels": tokens.clone()}
+
+
+def _make_tokens(samples: int, seq_len: int, model_config: Any) -> torch.Tensor:
+    # The configurations of models with several modalities have one for their text.
+    vocabulary = int(model_config.get_text_config().vocab_size)
+    return torch.randint(0, vocabulary, (samples, seq_len))
+
+
+def _generate_last_token(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Read all tokens but the last into the cache of keys and values, then generate one more.
+
+    These are the two steps of `generate` with the highest memory: reading the longest possible
+    prompt, and the last new token, when the cache is full. Only the logits of the last token are
+    computed, as `generate` does.
+    """
+    tokens = batch["input_ids"]
+    prompt = model(input_ids=tokens[:, :-1], use_cache=True, logits_to_keep=1)
+    last: torch.Tensor = model(
+        input_ids=tokens[:, -1:],
+        past_key_values=prompt.past_key_values,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    return last
 
 
 def _check_choice(name: str, value: str, choices: dict[str, Any]) -> None:

@@ -76,6 +76,17 @@ def evaluated_alike() -> dict[str, Any]:
     return job
 
 
+def only_evaluated() -> dict[str, Any]:
+    """Train nothing."""
+    model = Evaluated()
+    batch = torch.randn(8, EVALUATED_WIDTH)
+    return {
+        "model": model,
+        "evaluate": lambda model, batch: model.evaluate((batch,)),
+        "batch": batch,
+    }
+
+
 def fails_in_evaluation() -> dict[str, Any]:
     def evaluate(batch: Any) -> None:
         raise KeyError("missing")

@@ -10,7 +10,8 @@ A factory is a function, usually called ``build``, that returns the job to trace
 
 If the dict also has an ``"evaluate"`` function, f(batch) or f(model, batch), its memory is forecast
 as well. The function is called in evaluation mode without gradients, on the ``"evaluation_batch"``
-if there is one, and otherwise on the sample batch.
+if there is one, and otherwise on the sample batch. A dict with only a model, an ``"evaluate"`` and
+a batch describes a job that trains nothing.
 
 To pass several models or optimizers, use a dict of them. The batch size is inferred unless the key
 ``"batch_size"`` is present. Other keys, such as ``"scheduler"``, are ignored. If the factory has a
@@ -80,6 +81,8 @@ class BuiltJob:
         batch_size: The number of samples in the sample batch, or None if the factory neither
             received nor returned it.
         evaluation: How the job evaluates its models, or None if the factory returned no evaluation.
+        only_evaluates: Whether the job trains nothing. In this case, `function` evaluates a batch,
+            and there are no optimizers.
     """
 
     models: dict[str, nn.Module]
@@ -90,6 +93,7 @@ class BuiltJob:
     has_batch: bool
     batch_size: int | None = None
     evaluation: Evaluation | None = None
+    only_evaluates: bool = False
 
 
 def load_factory(name: str) -> Function:
@@ -219,6 +223,8 @@ class _ResultChecker:
     def check(self, returned: Any) -> BuiltJob:
         if not isinstance(returned, Mapping):
             raise self._refusal(f"a {type(returned).__name__}")
+        if "evaluate" in returned and not {"optimizer", "loss_fn", "step"} & returned.keys():
+            return self._check_evaluation_only(returned)
         needed = ["model", "optimizer"]
         if "step" not in returned:
             needed.append("batch")
@@ -236,6 +242,24 @@ class _ResultChecker:
             has_batch="batch" in returned,
             batch_size=size if isinstance(size, int) else None,
             evaluation=self._evaluation(returned),
+        )
+
+    def _check_evaluation_only(self, returned: Mapping[str, Any]) -> BuiltJob:
+        """Check the result of a factory for a job that trains nothing."""
+        if "model" not in returned:
+            raise self._refusal("an evaluate without a model")
+        evaluation = self._evaluation(returned)
+        assert evaluation is not None
+        size = returned.get("batch_size")
+        return BuiltJob(
+            function=evaluation.function,
+            models=self._by_name(returned["model"], "model", nn.Module),
+            optimizers={},
+            is_step=False,
+            batch=evaluation.batch if evaluation.has_batch else returned["batch"],
+            has_batch=True,
+            batch_size=size if isinstance(size, int) else None,
+            only_evaluates=True,
         )
 
     def _function(self, returned: Mapping[str, Any]) -> Function:

@@ -137,6 +137,7 @@ class _Tracing:
             "build_seconds": build_seconds,
             "trace_seconds": trace_seconds,
             "casts": job.casts,
+            "only_evaluates": job.only_evaluates,
         }
 
     def _report(self, text: str) -> None:
@@ -159,11 +160,13 @@ class _Tracing:
         job.step(size)
         with tracer.recording():
             job.step(size)
+        # Without a backward pass, no activations are kept that could be recomputed.
+        blocks = () if job.only_evaluates else tuple(name for name, _ in job.blocks)
         return tracer.trace(
             micro_batch_size=size,
             precision=self._request.precision,
             route=self._request.route,
-            blocks=tuple(name for name, _ in job.blocks),
+            blocks=blocks,
             assumptions=(*job.assumptions, *device.assumptions),
         )
 

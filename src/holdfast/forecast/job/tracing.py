@@ -88,6 +88,7 @@ class TraceResult:
         trace_seconds: How long it took to record each trace, in seconds.
         assumptions: The assumptions behind all traces.
         casts: Whether the job's own code uses autocast, which overrides the requested precision.
+        only_evaluates: Whether the job trains nothing. A step is then an evaluation of one batch.
         evaluation: The trace of evaluating one batch, if an evaluation trace was requested and the
             factory returns an evaluation.
     """
@@ -102,6 +103,7 @@ class TraceResult:
     trace_seconds: tuple[float, ...]
     assumptions: tuple[Assumption, ...]
     casts: bool = False
+    only_evaluates: bool = False
     evaluation: Trace | None = None
 
 

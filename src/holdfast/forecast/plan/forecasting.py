@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.devices.catalogue import GIB, Device
 from holdfast.forecast.job.tracing import Argument, TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
@@ -188,6 +188,11 @@ class Forecast:
     traced: dict[str, TraceResult]
     plans: tuple[DeviceForecast, ...]
     assumptions: tuple[Assumption, ...]
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether the job trains nothing, so that the plans are for evaluating a batch."""
+        return any(result.only_evaluates for result in self.traced.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +386,9 @@ class Forecaster:
         else:
             result, step = self._trace_values(request, self._request.variation)
         assumed = list(result.assumptions)
-        if self._request.global_batch_size is not None and not result.accumulates:
+        if result.only_evaluates:
+            self._check_evaluation_options()
+        elif self._request.global_batch_size is not None and not result.accumulates:
             what = (
                 "the step calls backward itself, so its batch was not split: the step receives"
                 f" the global batch of {self._request.global_batch_size} samples at once, and"
@@ -392,6 +399,21 @@ class Forecaster:
             result=replace(result, assumptions=tuple(assumed)),
             step=replace(step, accumulates=result.accumulates),
         )
+
+    def _check_evaluation_options(self) -> None:
+        """Refuse options that only a training step has, for a job that trains nothing (H421)."""
+        option = ""
+        if self._request.global_batch_size is not None:
+            option = "--global-batch-size"
+        if self._request.sharding is not None:
+            option = "--gpus"
+        if option:
+            raise PolicyError(
+                f"{option} for a job without an optimizer",
+                limit="nothing is trained, so there is no step to divide",
+                fix=f"leave out {option}, or return an optimizer and a loss_fn from build().",
+                rule="H421",
+            )
 
     def _trace_batch_sizes(self, request: TraceRequest) -> tuple[TraceResult, ScaledTrace]:
         """Trace the job at two micro-batch sizes; see `_trace`."""
