@@ -44,6 +44,22 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("holdfast plan train.py:build", "which common GPUs does a step fit?"),
         ("holdfast plan --device T4 train.py:build", "does it fit a T4?"),
         ("holdfast plan --device 24GiB --device H100 train.py:build", "compare two devices"),
+        (
+            "holdfast plan --micro-batch-size 8 --global-batch-size 64 train.py:build",
+            "with accumulated gradients",
+        ),
+        (
+            "holdfast plan --vary seq_len train.py:build",
+            "the longest sequence, if build has a parameter seq_len",
+        ),
+        (
+            "holdfast plan --set seq_len=2048 --set lora_r=16 config.json",
+            "fine-tune a Hugging Face model with LoRA",
+        ),
+        (
+            "holdfast plan --gpus 8 --shard full --device H100 train.py:build",
+            "one of 8 GPUs with FSDP",
+        ),
     ),
     "compare": (
         ("holdfast compare runs/a runs/b", "write compare.html"),

@@ -1,57 +1,46 @@
 """`holdfast plan FACTORY --device NAME`: forecast what fits a GPU, and recommend settings.
 
-`forecast.plan.forecasting` computes the forecast. This module parses the options and outputs the
-forecast as tables, as JSON, and as YAML for `Policy.from_yaml`.
+`forecast.plan.forecasting` computes the forecast. This module parses the options, and
+`plan_output` prints the forecast.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
-from rich.table import Table
-from rich.text import Text
 
 from holdfast.cli.output import (
     CHECK_FAILED,
     Json,
     check_writable,
-    console,
     failing_clearly,
     print_json,
     working,
 )
+from holdfast.cli.plan_output import as_json, as_yaml, print_forecast, print_overview
 from holdfast.core.durable import replace_file
-from holdfast.core.errors import OutOfMemoryError, PolicyError
+from holdfast.core.errors import PolicyError
 from holdfast.core.files import SHARED
-from holdfast.core.text import counted
-from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
-from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
-from holdfast.forecast.plan.forecasting import (
-    DeviceForecast,
-    EvaluationForecast,
-    Forecast,
-    ForecastRequest,
-    make_forecast,
-)
-from holdfast.forecast.plan.planning import MOST_SAMPLES, MemoryPlan, with_relative_times
-from holdfast.forecast.trace.events import Assumption, shares_of
+from holdfast.forecast.devices.catalogue import Device, bytes_in, find_device
+from holdfast.forecast.job.tracing import Argument
+from holdfast.forecast.plan.forecasting import Forecast, ForecastRequest, make_forecast
+from holdfast.forecast.plan.planning import Variation
+from holdfast.forecast.plan.sharding import KINDS, Sharding
 
+# Builds a model from a config.json of Hugging Face. The integration is named, not imported, because
+# only the process that traces the step needs it.
+_CONFIG_FACTORY = "holdfast.integrations.forecast_from_config:build"
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_MIB = 1 << 20
-# Modules and source lines that hold less memory than this at the peak are not shown.
-_MIN_SHOWN_BYTES = GIB / 1000
-
-_LEGEND = (
-    "micro-batch: the largest that fits, in samples. peak: device memory that the process takes,"
-    " including the CUDA context but not the margin, which is kept free. time: per sample, as a"
-    " multiple of the fastest plan, estimated from the device's compute and memory rates."
-)
+# Parameters of a factory that receive the micro-batch size, which has an option of its own.
+_SIZE_PARAMETERS = ("micro_batch_size", "batch_size")
+# If the user names no step, multiples of this number are tried as values of a varied parameter. The
+# backward pass of flash attention rounds the sequence length up to such a multiple (see
+# `forecast.kernels.scratch`).
+_DEFAULT_STEP = 128
 
 # The devices of the overview, from the smallest to the largest.
 COMMON_DEVICES = (
@@ -75,7 +64,9 @@ Factory = Annotated[
             ' "batch"} with loss_fn(batch) or loss_fn(model, batch); or, instead of "loss_fn", a'
             ' "step": step(batch), step(model, batch) or step(guard, batch). Both must work with'
             ' any number of samples. With an "evaluate", evaluate(batch) or evaluate(model, batch),'
-            ' and perhaps an "evaluation_batch", the evaluation is forecast too.'
+            ' and perhaps an "evaluation_batch", the evaluation is forecast too. Or the config.json'
+            " of a Hugging Face model, whose task, seq_len, lora_r, dtype and optimizer you can set"
+            " with --set."
         ),
     ),
 ]
@@ -90,13 +81,73 @@ Devices = Annotated[
         show_default=False,
     ),
 ]
+MicroBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=2**31,
+        metavar="N",
+        help=(
+            "Samples per forward and backward pass. Default: the largest number that fits; with"
+            " --vary, 1."
+        ),
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Call FACTORY with this argument, such as context=2048. May be repeated.",
+        show_default=False,
+    ),
+]
+Vary = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[=STEP]",
+        help=(
+            "Find the largest value of this parameter of FACTORY, such as seq_len, among the"
+            f" multiples of STEP, by default {_DEFAULT_STEP}. Default: find the largest"
+            " micro-batch."
+        ),
+    ),
+]
 GlobalBatchSize = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=2**31,
         metavar="N",
-        help="Samples per optimizer step. Default: the largest micro-batch that fits.",
+        help=(
+            "Samples per optimizer step. If they are more than a micro-batch, gradients are"
+            " accumulated. Default: one micro-batch."
+        ),
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=2**20,
+        metavar="N",
+        help=(
+            "Plan for one of N GPUs that train together. Default: a single GPU. The global batch is"
+            " divided among them."
+        ),
+        show_default=False,
+    ),
+]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help=(
+            "What is divided among --gpus: nothing (ddp), optimizer states (zero1), gradients too"
+            " (zero2), or parameters too (full). Default: ddp."
+        ),
+        show_default=False,
     ),
 ]
 Precisions = Annotated[
@@ -131,7 +182,12 @@ Out = Annotated[
 def run(
     factory: Factory,
     device: Devices = None,
+    micro_batch_size: MicroBatchSize = None,
     global_batch_size: GlobalBatchSize = None,
+    setting: Settings = None,
+    vary: Vary = None,
+    gpus: Gpus = None,
+    shard: Shard = None,
     precision: Precisions = None,
     margin: Margin = None,
     out: Out = None,
@@ -152,34 +208,69 @@ def run(
     with failing_clearly(as_json=json):
         _check_torch()
         devices = tuple(find_device(name) for name in device or COMMON_DEVICES)
+        arguments = _read_settings(setting or ())
+        if factory.endswith(".json"):
+            arguments["config"] = factory
+            factory = _CONFIG_FACTORY
+        variation = _read_vary(vary, arguments)
+        if variation is not None and micro_batch_size is None:
+            micro_batch_size = 1
+        sharding = _read_sharding(gpus, shard)
+        _check_batch_sizes(micro_batch_size, global_batch_size, gpus or 1)
         request = ForecastRequest(
             factory=factory,
             devices=devices,
+            arguments=arguments,
             precisions=_read_precisions(precision, devices),
             global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            variation=variation,
             margin_bytes=_read_margin(margin),
+            sharding=sharding,
             # The overview recommends no plan, so there is none to verify.
             verify=verify and bool(device),
         )
         _check_out(out, len(devices))
         with working("holdfast plan: tracing a step") as show_progress:
             forecast = make_forecast(request, lambda text: show_progress(f"holdfast plan: {text}"))
-        is_written = out is not None and forecast.plans[0].best is not None
-        if out is not None and is_written:
-            replace_file(out, as_yaml(forecast).encode(), SHARED)
-    if json:
-        print_json(as_json(forecast))
-    elif device:
-        print_forecast(forecast)
-    else:
-        print_overview(forecast)
-    if is_written and not json:
-        typer.echo(f"wrote {out}")
-    if out is not None and not is_written:
-        typer.echo(f"{out} was not written, because no plan fits", err=True)
+        is_written = _write(forecast, out)
+    _show(forecast, is_overview=not device, as_json_only=json)
+    if out is not None:
+        _report_written(out, is_written=is_written, as_json_only=json)
+    # An overview answers which devices will do; otherwise, the named devices must all do.
     enough = all if device else any
     if not enough(plan.fits for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _write(forecast: Forecast, out: Path | None) -> bool:
+    """Write the recommended plan to a file, if there is one, and return whether it was written."""
+    if out is None or forecast.plans[0].best is None:
+        return False
+    if forecast.only_evaluates:
+        raise _invalid_option(
+            "--out for a job without an optimizer",
+            "a policy describes a training run",
+            "leave out --out, or return an optimizer and a loss_fn from build().",
+        )
+    replace_file(out, as_yaml(forecast).encode(), SHARED)
+    return True
+
+
+def _show(forecast: Forecast, *, is_overview: bool, as_json_only: bool) -> None:
+    if as_json_only:
+        print_json(as_json(forecast))
+    elif is_overview:
+        print_overview(forecast)
+    else:
+        print_forecast(forecast)
+
+
+def _report_written(out: Path, *, is_written: bool, as_json_only: bool) -> None:
+    if not is_written:
+        typer.echo(f"{out} was not written, because no plan fits", err=True)
+    elif not as_json_only:
+        typer.echo(f"wrote {out}")
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -213,6 +304,104 @@ def _check_out(out: Path | None, devices: int) -> None:
     check_writable(out)
 
 
+def _check_batch_sizes(
+    micro_batch_size: int | None, global_batch_size: int | None, gpus: int
+) -> None:
+    if global_batch_size is None:
+        return
+    if global_batch_size % gpus:
+        raise _invalid_option(
+            f"--global-batch-size {global_batch_size} with --gpus {gpus}",
+            "each GPU gets the same number of samples",
+            "pass a global batch size that is a multiple of the number of GPUs.",
+        )
+    most = global_batch_size // gpus
+    if micro_batch_size is not None and micro_batch_size > most:
+        raise _invalid_option(
+            f"--micro-batch-size {micro_batch_size} with --global-batch-size {global_batch_size}",
+            f"a micro-batch is a part of the global batch of a GPU, which is {most}",
+            f"pass --micro-batch-size {most} or less.",
+        )
+
+
+def _read_sharding(gpus: int | None, kind: str | None) -> Sharding | None:
+    if gpus is None and kind is None:
+        return None
+    if gpus is None:
+        raise _invalid_option(
+            f"--shard {kind} without --gpus",
+            "the parts depend on the number of GPUs",
+            "add, for example, --gpus 8.",
+        )
+    for known in KINDS:
+        if known == (kind or "ddp"):
+            return Sharding(gpus=gpus, kind=known)
+    raise _invalid_option(
+        f"--shard {kind!r}",
+        f"it must be one of {', '.join(KINDS)}",
+        "write --shard full for fully sharded data parallelism (FSDP, ZeRO-3).",
+    )
+
+
+def _read_settings(texts: Sequence[str]) -> dict[str, Argument]:
+    """Return the arguments for the factory that `--set` names."""
+    arguments: dict[str, Argument] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.isidentifier():
+            raise _invalid_option(
+                f"--set {text!r}",
+                "an argument is the name of a parameter, an equals sign and a value",
+                "write, for example, --set context=2048.",
+            )
+        _check_sets_no_size("--set", name)
+        arguments[name] = _read_value(value)
+    return arguments
+
+
+def _read_value(text: str) -> Argument:
+    """Convert text to a bool or a number if it looks like one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _read_vary(text: str | None, arguments: Iterable[str]) -> Variation | None:
+    if text is None:
+        return None
+    name, _, step = text.partition("=")
+    step = step or str(_DEFAULT_STEP)
+    if not name.isidentifier() or not step.isdecimal() or int(step) == 0:
+        raise _invalid_option(
+            f"--vary {text!r}",
+            "it takes the name of a parameter, or a name, an equals sign and a positive number",
+            "write, for example, --vary seq_len or --vary seq_len=64.",
+        )
+    _check_sets_no_size("--vary", name)
+    if name in arguments:
+        raise _invalid_option(
+            f"--vary {name} with --set {name}",
+            "a parameter is either set or varied",
+            "leave one of them out.",
+        )
+    return Variation(name=name, step=int(step))
+
+
+def _check_sets_no_size(option: str, name: str) -> None:
+    if name not in _SIZE_PARAMETERS:
+        return
+    raise _invalid_option(
+        f"{option} {name}",
+        "the micro-batch size has its own option, and without it the largest one is found",
+        "use --micro-batch-size N, or leave the option out.",
+    )
+
+
 def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, ...]:
     if text is None:
         has_bf16 = any(device.has_bf16 for device in devices)
@@ -243,335 +432,3 @@ def _read_margin(text: str | None) -> int | None:
 
 def _invalid_option(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
-
-
-# --- tables ---------------------------------------------------------------------------
-
-
-def print_forecast(forecast: Forecast) -> None:
-    """Print the plans for each device, what owns the memory at the peak, and the recommended plan.
-
-    The assumptions of the forecast follow.
-    """
-    for plan in forecast.plans:
-        _print_table(plan)
-    shown = set()
-    for plan in forecast.plans:
-        # The forecasts for several devices are often based on the same step, so print its memory
-        # only once.
-        step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
-        if step not in shown:
-            _print_owners(plan)
-        shown.add(step)
-        _print_recommendation(plan)
-    typer.echo("Assumptions")
-    for text in _assumption_texts(forecast.assumptions):
-        console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
-
-
-def print_overview(forecast: Forecast) -> None:
-    """Print one line per device: whether a step fits, and the largest micro-batch that does."""
-    table = Table(title="Does a training step fit?", title_justify="left")
-    for name in ("device", "fits"):
-        table.add_column(name)
-    table.add_column("largest micro-batch", justify="right")
-    for name in ("precision", "recompute"):
-        table.add_column(name)
-    for name in ("peak", "usable"):
-        table.add_column(name, justify="right")
-    for plan in forecast.plans:
-        device = plan.target.device
-        usable = _size(device.usable_bytes)
-        best = plan.best
-        if best is None:
-            missing = f"{_size(plan.shown.missing_bytes)} short"
-            table.add_row(device.name, "no", "", "", "", missing, usable, style="dim")
-        else:
-            fits = "yes" if plan.fits else "training only"
-            samples = str(best.micro_batch_size)
-            if best.micro_batch_size == MOST_SAMPLES:
-                samples = f"{MOST_SAMPLES} or more"
-            peak = _size(best.process_bytes)
-            table.add_row(device.name, fits, samples, best.precision, best.recompute, peak, usable)
-    console().print(table)
-    if not all(plan.fits or plan.best is None for plan in forecast.plans):
-        typer.echo("training only: the evaluation needs more memory than the device has")
-    typer.echo("Each line is the fastest plan that fits. For its details, pass --device NAME.")
-
-
-def _print_table(plan: DeviceForecast) -> None:
-    device = plan.target.device
-    title = f"{device.name}: {_size(device.usable_bytes)} usable"
-    table = Table(title=title, title_justify="left")
-    for name in ("precision", "recompute"):
-        table.add_column(name)
-    for name in ("micro-batch", "peak", "margin", "time"):
-        table.add_column(name, justify="right")
-    for row, relative_time in with_relative_times(plan.rows):
-        style = None
-        if row is plan.best:
-            style = "bold"
-        elif not row.fits:
-            style = "dim"
-        table.add_row(*_cells(row, relative_time), style=style)
-    console().print(table)
-    typer.echo(f"{_LEGEND}\nfigures of {device.name}: {_sources(device)}\n")
-
-
-def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
-    """Return the cells of a table row: the text columns, then the number columns."""
-    if not row.fits:
-        missing = f"{_size(row.missing_bytes)} short"
-        return (row.precision, row.recompute, "none", missing, _size(row.margin_bytes), "")
-    return (
-        row.precision,
-        row.recompute,
-        str(row.micro_batch_size),
-        _size(row.process_bytes),
-        _size(row.margin_bytes),
-        f"{relative_time:.2f}",
-    )
-
-
-def _sources(device: Device) -> str:
-    """Return text that lists the device figures used by the forecast, with their sources."""
-    figures = {
-        "usable": f"usable {_size(device.usable_bytes)}",
-        "context": f"context {_size(device.context_bytes)}",
-        "rates": "rates",
-    }
-    return "; ".join(
-        f"{figure} ({device.sources[name]})"
-        for name, figure in figures.items()
-        if name in device.sources
-    )
-
-
-def _print_owners(plan: DeviceForecast) -> None:
-    shares = shares_of(plan.trace)
-    peak = _size(sum(shares["owners"].values()))
-    samples = counted(max(1, plan.shown.micro_batch_size), "sample")
-    typer.echo(f"Tensors hold {peak} at the peak ({_settings(plan.shown)}, {samples})")
-    for title, sizes in (
-        ("", shares["owners"]),
-        ("modules: ", shares["modules"]),
-        ("lines: ", shares["lines"]),
-    ):
-        shown = [
-            f"{name} {_size(size_bytes)}"
-            for name, size_bytes in sizes.items()
-            if size_bytes >= _MIN_SHOWN_BYTES
-        ]
-        if shown:
-            typer.echo(f"  {title}{', '.join(shown)}")
-    typer.echo("")
-
-
-def _print_recommendation(plan: DeviceForecast) -> None:
-    best = plan.best
-    if best is None:
-        typer.echo(f"{_explain_no_fit(plan)}\n")
-        return
-    policy = ", ".join(f"{name}={value!r}" for name, value in best.policy().items())
-    typer.echo(f"Recommended for {best.device}: {_summary(best)}")
-    typer.echo(f"  Policy({policy})")
-    margin = _explain_margin(plan)
-    if margin:
-        typer.echo(f"  {margin}")
-    verification = plan.verification
-    if verification is not None:
-        typer.echo(
-            "  traced again with these settings: tensors hold"
-            f" {_size(verification.live_bytes)}; the forecast was"
-            f" {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
-        )
-        if verification.evaluation is not None:
-            typer.echo(f"  {_compare_evaluation(verification.evaluation, plan)}")
-    typer.echo("")
-
-
-def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) -> str:
-    """Return text that compares the memory used by the evaluation and by the training step."""
-    assert plan.best is not None
-    device = plan.target.device
-    samples = counted(evaluation.samples, "sample")
-    if not evaluation.fits:
-        return (
-            f"the evaluation of {samples} does not fit: its tensors hold"
-            f" {_size(evaluation.live_bytes)}, the CUDA context {_size(device.context_bytes)}, and"
-            f" {_size(evaluation.margin_bytes)} of {_size(device.usable_bytes)} are kept free as"
-            " margin. Evaluate fewer samples at a time, or with"
-            " guard.evaluate_batches, which splits a batch that does not fit"
-        )
-    peak = f"the evaluation of {samples} takes {_size(evaluation.process_bytes)}"
-    if evaluation.process_bytes > plan.best.process_bytes:
-        return f"{peak}, more than the training step: it is the peak of the run"
-    return f"{peak}; the training step is the peak of the run"
-
-
-def _explain_margin(plan: DeviceForecast) -> str:
-    """Return text that says what the margin covers and how to change it.
-
-    The text is empty if the user has set the margin, or if it does not cover anything unusual.
-    """
-    if plan.target.margin_bytes is not None:
-        return ""
-    covered = []
-    if not plan.target.device.is_measured:
-        covered.append(
-            "no forecast was compared with a real run on this device, so the margin also covers"
-            " the CUDA context of other drivers and builds, cuDNN and fragmentation; the plan still"
-            f" fits if its forecast is up to {UNMEASURED_MARGIN_SHARE:.0%} too low"
-        )
-    if plan.trace.uncalibrated_bytes:
-        covered.append(
-            f"{_size(plan.trace.uncalibrated_bytes)} of the margin is for operators whose scratch"
-            " memory is not known exactly"
-        )
-    if not covered:
-        return ""
-    return "; ".join([*covered, "change it with --margin SIZE"])
-
-
-def _explain_no_fit(plan: DeviceForecast) -> str:
-    """Return text that says why nothing fits a device, and what to do about it.
-
-    The text reads like an error, but the forecast itself succeeded: the exit code is 1, not 2.
-    """
-    device = plan.target.device
-    row = plan.shown
-    if row.fits:
-        error = OutOfMemoryError(
-            f"No plan fits {device.name} when traced",
-            limit="some plans fit according to the forecast, but none of them fit when traced",
-            fix="keep more memory free with --margin.",
-            rule="H420",
-        )
-        return str(error)
-    needed = _size(device.usable_bytes + row.missing_bytes)
-    error = OutOfMemoryError(
-        f"Nothing fits {device.name}, not even one sample",
-        limit=(
-            f"it has {_size(device.usable_bytes)}; the smallest plan ({_settings(row)}) needs"
-            f" {needed} with its margin, {_size(row.missing_bytes)} more"
-        ),
-        fix=(
-            "use a device with more memory, a smaller model, an optimizer with less state, or"
-            " shorter samples."
-        ),
-        rule="H420",
-    )
-    return str(error)
-
-
-def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
-    """Return the assumptions with their source lines, then those that apply to every forecast."""
-    lines_by_text: dict[str, list[str]] = {}
-    for assumption in assumptions:
-        lines = lines_by_text.setdefault(assumption.what, [])
-        if assumption.line and assumption.line not in lines:
-            lines.append(assumption.line)
-    texts = []
-    for text, lines in lines_by_text.items():
-        texts.append(f"{text} (at {', '.join(lines)})" if lines else text)
-    return [
-        *texts,
-        "the step runs in eager mode on one device; torch.compile would change its memory use",
-        "no device was queried; the figures above apply, and no other process uses device memory",
-    ]
-
-
-# --- text --------------------------------------------------------------------------------------
-
-
-def _settings(row: MemoryPlan) -> str:
-    recomputed = "all blocks recomputed" if row.modules else "nothing recomputed"
-    return f"{row.precision}, {recomputed}"
-
-
-def _summary(row: MemoryPlan) -> str:
-    samples = counted(row.micro_batch_size, "sample")
-    return f"{_settings(row)}, micro-batches of {samples}: {_size(row.process_bytes)}"
-
-
-def _size(size_bytes: float) -> str:
-    """Format a number of bytes in GiB, or in MiB if it is less than 0.1 GiB."""
-    if size_bytes >= GIB / 10:
-        return f"{size_bytes / GIB:.2f} GiB"
-    return f"{size_bytes / _MIB:.1f} MiB"
-
-
-# --- JSON and YAML ------------------------------------------------------------------
-
-
-def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast as JSON-serializable values."""
-    request = forecast.request
-    rows = []
-    for plan in forecast.plans:
-        for row, relative_time in with_relative_times(plan.rows):
-            rows.append(_row_as_json(row, relative_time))
-    return {
-        "factory": request.factory,
-        "global_batch_size": request.global_batch_size,
-        "rows": rows,
-        "devices": [_device_as_json(plan) for plan in forecast.plans],
-        "traced": {
-            precision: {
-                "route": result.route,
-                "parameters": result.parameters,
-                "trainable_parameters": result.trainable_parameters,
-                "host_bytes": result.host_bytes,
-            }
-            for precision, result in forecast.traced.items()
-        },
-        "assumptions": [asdict(assumption) for assumption in forecast.assumptions],
-    }
-
-
-def _row_as_json(row: MemoryPlan, relative_time: float) -> dict[str, Any]:
-    return {**asdict(row), "relative_time": relative_time}
-
-
-def _device_as_json(plan: DeviceForecast) -> dict[str, Any]:
-    device = plan.target.device
-    facts: dict[str, Any] = {
-        "device": device.name,
-        "usable_bytes": device.usable_bytes,
-        "context_bytes": device.context_bytes,
-        "sources": dict(device.sources),
-        "owners": {name: dict(sizes) for name, sizes in shares_of(plan.trace).items()},
-        "recommended": None,
-    }
-    if plan.best is None:
-        facts["missing_bytes"] = plan.shown.missing_bytes
-        return facts
-    facts["recommended"] = {**_row_as_json(plan.best, 1.0), "policy": plan.best.policy()}
-    facts["verified"] = None
-    if plan.verification is not None:
-        facts["verified"] = {**asdict(plan.verification), "error": plan.verification.error}
-    return facts
-
-
-def as_yaml(forecast: Forecast) -> str:
-    """Return the first device's recommended plan as YAML.
-
-    Comments at the top contain the command and a summary of the plan.
-    """
-    best = forecast.plans[0].best
-    assert best is not None
-    lines = [_command(forecast.request), f"a forecast: {_summary(best)}"]
-    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
-    return comments + yaml.safe_dump(best.policy(), sort_keys=False)
-
-
-def _command(request: ForecastRequest) -> str:
-    """Return the command that repeats a forecast."""
-    words = [f"holdfast plan {request.factory}"]
-    words += [f'--device "{device.name}"' for device in request.devices]
-    words.append(f"--precision {','.join(request.precisions)}")
-    if request.global_batch_size is not None:
-        words.append(f"--global-batch-size {request.global_batch_size}")
-    if request.margin_bytes is not None:
-        words.append(f"--margin {request.margin_bytes / _MIB:g}MiB")
-    return " ".join(words)

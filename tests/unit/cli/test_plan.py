@@ -15,8 +15,9 @@ from tests.unit.forecast.made_forecasts import make_plans, small_device
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.main import make_app
-from holdfast.cli.plan import as_json, as_yaml, print_forecast, print_overview
+from holdfast.cli.plan_output import as_json, as_yaml, print_forecast, print_overview
 from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.sharding import Sharding
 
 FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
 
@@ -53,6 +54,20 @@ def test_an_unknown_device_names_the_nearest():
         (["--margin", "much"], "GiB"),
         (["--margin", "-1GiB"], "GiB"),
         (["--device", "L4", "--out", "plan.yaml"], "one device"),
+        (["--micro-batch-size", "8", "--global-batch-size", "4"], "part of the global batch"),
+        (["--shard", "full"], "number of GPUs"),
+        (["--gpus", "2", "--shard", "zero3"], "ddp, zero1, zero2, full"),
+        (["--gpus", "8", "--global-batch-size", "12"], "same number"),
+        (
+            ["--gpus", "8", "--global-batch-size", "32", "--micro-batch-size", "8"],
+            "of a GPU, which is 4",
+        ),
+        (["--set", "context"], "equals sign"),
+        (["--set", "batch_size=4"], "its own option"),
+        (["--vary", "batch_size"], "its own option"),
+        (["--vary", "seq_len=0"], "positive number"),
+        (["--vary", "seq_len=a"], "positive number"),
+        (["--vary", "seq_len", "--set", "seq_len=4"], "either set or varied"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_at_once(options, word):
@@ -180,6 +195,104 @@ def test_a_plan_is_made_and_written(tmp_path):
     assert {row["recompute"] for row in shown["rows"]} == {"none", "all"}
     assert any("forecast_factories.py" in line for line in device["owners"]["lines"])
     assert yaml.safe_load(out.read_text()) == device["recommended"]["policy"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_the_largest_sequence_length_is_found(tmp_path):
+    """Sequences of this length fit when traced, with attention scores that grow with the square."""
+    out = tmp_path / "plan.yaml"
+    options = ["--vary", "seq_len=16", "--micro-batch-size", "8", "--set", "width=32"]
+    result = call(
+        *["--device", "1GiB", "--margin", "100MiB", "--precision", "fp32", "--json"],
+        *[*options, "--out", out],
+        factory="of_length",
+    )
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    (device,) = shown["devices"]
+    assert shown["varied"] == "seq_len"
+    assert shown["arguments"] == {"width": 32}
+    assert device["recommended"]["value"] % 16 == 0
+    # The scores of 4 heads are kept for the backward pass: 4 bytes each, for 8 samples.
+    assert device["recommended"]["live_bytes"] > 8 * 4 * 4 * device["recommended"]["value"] ** 2
+    assert device["verified"]["fits"]
+    assert abs(device["verified"]["error"]) < 0.005
+    assert device["recommended"]["policy"]["micro_batch_size"] == 8
+    assert "--vary seq_len=16" in out.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+@pytest.mark.parametrize(
+    ("factory", "option", "rule", "words"),
+    [
+        ("of_length", ["--vary", "context"], "H421", "seq_len, width"),
+        ("mlp", ["--set", "seq_len=3"], "H421", "it has none"),
+        ("of_depth", ["--vary", "depth=1"], "H425", "same operations"),
+    ],
+)
+def test_a_parameter_that_cannot_be_set_or_varied_is_refused(factory, option, rule, words):
+    """The error lists the parameters of the factory, or says what differs."""
+    error = refused("--device", "T4", "--precision", "fp32", *option, factory=factory)
+    assert error["rule"] == rule
+    assert words in error["limit"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_fixed_micro_batch_needs_more_memory_if_gradients_are_accumulated():
+    """The gradients of earlier micro-batches are kept while the next ones are computed."""
+    options = ["--device", "L4", "--precision", "fp32", "--micro-batch-size", "4", "--json"]
+
+    def live_bytes(*more: str) -> int:
+        result = call(*options, *more, factory="mlp")
+        assert result.exit_code == 0, result.output
+        (device,) = json.loads(result.stdout)["devices"]
+        assert abs(device["verified"]["error"]) < 0.005
+        return device["recommended"]["live_bytes"]
+
+    assert live_bytes("--global-batch-size", "8") > live_bytes()
+
+
+def test_the_output_names_what_was_asked_for(capsys):
+    """A fixed micro-batch that does not fit is named with its size."""
+    forecast = make_plans(small_device(60, "tiny"), micro_batch_size=3)
+    shown = printed(forecast, capsys)
+    assert "not even one micro-batch of 3 samples" in shown
+    print_overview(forecast)
+    assert "micro-batches of 3 samples" in capsys.readouterr().out
+
+
+def test_the_share_of_each_gpu_is_shown(capsys):
+    """Parts and buffers of the model states, and a margin as on a device without measurements."""
+    forecast = make_plans(small_device(400), sharding=Sharding(gpus=8, kind="full"))
+    shown = printed(forecast, capsys)
+    assert "Each of 8 GPUs holds" in shown
+    assert "(1/8 of" in shown
+    (device,) = as_json(forecast)["devices"]
+    for share in device["state_shares"]:
+        assert share["gpu_bytes"] == -(-share["whole_bytes"] // 8)
+    assert forecast.plans[0].target.global_batch_size == 64 // 8
+    assert "ZeRO" in " ".join(each.what for each in forecast.plans[0].trace.assumptions)
+    assert "--gpus 8 --shard full" in as_yaml(forecast)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_sharded_step_is_traced_and_verified():
+    """The optimizer states of AdamW are divided, and the forecast holds when traced again."""
+    options = ["--device", "H100", "--precision", "fp32", "--micro-batch-size", "4", "--json"]
+    result = call(*options, "--gpus", "4", "--shard", "zero1", factory="mlp")
+    assert result.exit_code == 0, result.output
+    (device,) = json.loads(result.stdout)["devices"]
+    shares = {share["state"]: share for share in device["state_shares"]}
+    parameters = shares["parameters"]["whole_bytes"]
+    assert shares["gradients"]["buffer_bytes"] == shares["gradients"]["gpu_bytes"] == parameters
+    # AdamW has two states of the size of the parameters, and a step count for each of them.
+    assert shares["optimizer state"]["gpu_bytes"] == pytest.approx(parameters / 2, rel=0.01)
+    assert abs(device["verified"]["error"]) < 0.005
+    assert device["recommended"]["margin_bytes"] > 0.2 * device["usable_bytes"]
 
 
 @pytest.mark.slow

@@ -76,6 +76,17 @@ def evaluated_alike() -> dict[str, Any]:
     return job
 
 
+def only_evaluated() -> dict[str, Any]:
+    """Train nothing."""
+    model = Evaluated()
+    batch = torch.randn(8, EVALUATED_WIDTH)
+    return {
+        "model": model,
+        "evaluate": lambda model, batch: model.evaluate((batch,)),
+        "batch": batch,
+    }
+
+
 def fails_in_evaluation() -> dict[str, Any]:
     def evaluate(batch: Any) -> None:
         raise KeyError("missing")
@@ -150,6 +161,33 @@ def transformer() -> dict[str, Any]:
         )
 
     return _job(model, {"ids": ids, "labels": ids.clone()}, loss_fn)
+
+
+class SquareAttention(nn.Module):
+    """One layer whose attention keeps the scores of all pairs of positions."""
+
+    def __init__(self, seq_len: int, width: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(seq_len, width))
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        attended: torch.Tensor = self.attention(x, x, x, need_weights=True)[0]
+        return attended
+
+
+def of_length(seq_len: int = 32, width: int = 64) -> dict[str, Any]:
+    """Have a parameter for the length of the sequences, on which the parameters depend too."""
+    model = SquareAttention(seq_len, width)
+    batch = torch.randn(4, seq_len, width)
+    return _job(model, batch, lambda batch: model(batch).square().mean())
+
+
+def of_depth(depth: int = 2) -> dict[str, Any]:
+    """Have a parameter that changes the number of operations."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
+    return _job(model, torch.randn(4, 8), lambda batch: model(batch).square().mean())
 
 
 def lstm() -> dict[str, Any]:

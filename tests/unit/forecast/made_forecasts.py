@@ -18,6 +18,7 @@ from holdfast.forecast.plan.forecasting import (
     plan_target,
 )
 from holdfast.forecast.plan.planning import TracedStep
+from holdfast.forecast.plan.sharding import Sharding
 from holdfast.forecast.trace.events import Assumption
 from holdfast.forecast.trace.extrapolation import extrapolate
 
@@ -34,7 +35,13 @@ def small_device(mib: int, name: str = "T4") -> Device:
     return replace(find_device("T4"), name=name, usable_bytes=mib * MIB, context_bytes=10 * MIB)
 
 
-def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = True) -> Forecast:
+def make_plans(
+    *devices: Device,
+    total: int | None = 64,
+    accumulates: bool = True,
+    micro_batch_size: int | None = None,
+    sharding: Sharding | None = None,
+) -> Forecast:
     """Return the forecast of a made step for devices."""
     traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
     result = TraceResult(
@@ -53,7 +60,9 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
         devices=devices,
         precisions=("fp32",),
         global_batch_size=total,
+        micro_batch_size=micro_batch_size,
         margin_bytes=0,
+        sharding=sharding,
     )
     plain = replace(extrapolate(traces), accumulates=accumulates)
     every = range(len(BLOCKS))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.job.tracing import TraceRequest, trace_job
-from holdfast.forecast.trace.events import live_peak
+from holdfast.forecast.trace.events import live_peak, owners_at_peak
 
 pytestmark = pytest.mark.slow
 FACTORIES = Path(__file__).with_name("forecast_factories.py")
@@ -87,3 +87,41 @@ def test_an_evaluation_that_does_not_fit_is_exit_code_1(margin, fits):
     evaluation = device["verified"]["evaluation"]
     assert evaluation["samples"] == EVALUATED_SAMPLES
     assert evaluation["fits"] is fits
+
+
+def test_a_job_without_an_optimizer_is_an_evaluation():
+    """It holds the weights, the batch, and the input and output of one layer, and no gradients."""
+    samples = 1024
+    request = TraceRequest(factory=f"{FACTORIES}:only_evaluated", sizes=(samples,))
+    result = trace_job(request)
+    (step,) = result.traces
+
+    assert result.only_evaluates
+    owners = owners_at_peak(step)
+    assert owners["parameters"] == 4 * result.parameters
+    assert not {"gradients", "optimizer state"} & owners.keys()
+    layer_bytes = samples * EVALUATED_WIDTH * 4
+    beside_weights = live_peak(step) - owners["parameters"]
+    assert 3 * layer_bytes <= beside_weights < 3.2 * layer_bytes
+    assert step.blocks == ()
+
+
+def test_the_plan_of_an_evaluation_recommends_no_policy():
+    """Its largest batch is found and verified."""
+    arguments = ["--device", "1GiB", "--precision", "fp32", "--margin", "100MiB"]
+    result = CliRunner().invoke(
+        make_app("plan"), ["plan", f"{FACTORIES}:only_evaluated", *arguments]
+    )
+    assert result.exit_code == 0, result.output
+    assert "Policy(" not in result.output
+    assert "traced again" in result.output
+
+
+def test_options_of_a_training_step_are_refused_for_an_evaluation():
+    """There is nothing to divide."""
+    arguments = ["--device", "1GiB", "--precision", "fp32", "--global-batch-size", "8", "--json"]
+    result = CliRunner().invoke(
+        make_app("plan"), ["plan", f"{FACTORIES}:only_evaluated", *arguments]
+    )
+    assert result.exit_code == 2, result.output
+    assert json.loads(result.stdout)["error"]["rule"] == "H421"

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import LINE, SAVES, Block, Layer, make_step
 
 from holdfast.forecast.trace.events import OWNERS, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import NotAlignedError, extrapolate
+from holdfast.forecast.trace.extrapolation import (
+    NotAlignedError,
+    extrapolate,
+    extrapolate_parameter,
+)
 
 layers = st.builds(
     Layer,
@@ -112,3 +116,52 @@ def test_scratch_that_only_some_batches_take_is_taken_to_grow_with_the_batch() -
     assert np.array_equal(
         extrapolate([lacking, large]).at(9).size_bytes, extrapolate([small, large]).at(9).size_bytes
     )
+
+
+def traces_of_values(size_bytes: dict[int, list[int]]) -> dict[int, Trace]:
+    """Return traces of the same step, with the sizes of its storages at each value."""
+    base = one_storage_each(len(next(iter(size_bytes.values()))))
+    return {
+        value: replace(base, size_bytes=np.array(sizes, dtype=np.int64))
+        for value, sizes in size_bytes.items()
+    }
+
+
+@given(st.tuples(*[st.integers(0, 1000)] * 3), st.integers(1, 8192))
+def test_storages_may_grow_with_the_square_of_a_parameter(
+    coefficients: tuple[int, int, int], count: int
+) -> None:
+    """Any quadratic function is continued exactly, and the batch keeps its size."""
+    constant, linear, square = coefficients
+    value = 128 * count
+
+    def size_at(value: int) -> int:
+        return constant + linear * value + square * value**2
+
+    traces = traces_of_values({value: [size_at(value)] for value in (128, 256, 512)})
+    extrapolated = extrapolate_parameter("seq_len", traces).at(value)
+
+    assert extrapolated.size_bytes.tolist() == [size_at(value)]
+    assert extrapolated.micro_batch_size == 2
+    assert any(f"seq_len={value}" in each.what for each in extrapolated.assumptions)
+
+
+def test_a_storage_that_stops_growing_does_not_shrink() -> None:
+    """A window of 300 positions is continued as a line, not as a parabola that falls."""
+    traces = traces_of_values({128: [128, 128], 256: [256, 256], 512: [300, 512]})
+    sizes = extrapolate_parameter("seq_len", traces).at(4096).size_bytes.tolist()
+    assert sizes[0] >= 300
+    assert sizes[1] == 4096
+
+
+def test_a_parameter_that_changes_the_operations_is_named() -> None:
+    """The error names the parameter and both values."""
+    program: list[Block] = [(Layer("linear", 40), Layer("relu", 40)), (Layer("gelu", 40),)]
+    traces = {
+        value: make_step(program, 2, branch_at=0 if value == 4 else None) for value in (1, 2, 4)
+    }
+    with pytest.raises(NotAlignedError) as raised:
+        extrapolate_parameter("depth", traces)
+    assert raised.value.rule == "H425"
+    assert "depth=4" in raised.value.what
+    assert "depth=1" in raised.value.what

@@ -28,12 +28,17 @@ from holdfast.forecast.plan.planning import (
     MemoryPlan,
     Target,
     TracedStep,
+    Variation,
     find_plans,
     recommend,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import repeat_steps
-from holdfast.forecast.trace.extrapolation import extrapolate
+from holdfast.forecast.trace.extrapolation import (
+    ScaledTrace,
+    extrapolate,
+    extrapolate_parameter,
+)
 
 MIB = 1 << 20
 BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
@@ -106,6 +111,56 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
             assert not holds(step, row, size + 1, question)
 
 
+@pytest.mark.parametrize("mib", [60, 90, 130, 250])
+@pytest.mark.parametrize("samples", [1, 3, 8])
+def test_a_fixed_micro_batch_is_the_only_size_that_is_tried(mib: int, samples: int) -> None:
+    """Each plan fits exactly if the micro-batch holds, and its policy keeps the size."""
+    step = steps(accumulates=True)
+    target = replace(ask(mib, total=16), micro_batch_size=samples)
+
+    plans = find_plans({"fp32": step}, target)
+
+    assert len(plans) == (1 if plans[0].fits else 2)
+    for plan in plans:
+        assert plan.micro_batch_size == samples
+        assert plan.fits == holds(step, plan, samples, target)
+        assert plan.policy()["micro_batch_size"] == samples
+        assert "forecast_micro_batch_size" not in plan.policy()
+
+
+def varied_step(parameter: str = "seq_len") -> TracedStep:
+    """Return a step that grows as a parameter does, with micro-batches of 2 samples."""
+
+    def scaled(recompute: tuple[int, ...]) -> ScaledTrace:
+        traces = {}
+        for value in (4, 8, 16):
+            made = make_step(BLOCKS, value, optimizer_bytes=MIB, recompute=recompute)
+            traces[value] = replace(made, micro_batch_size=2)
+        return extrapolate_parameter(parameter, traces)
+
+    return TracedStep(plain=scaled(()), recomputed=lambda: scaled(tuple(range(len(BLOCKS)))))
+
+
+@pytest.mark.parametrize("mib", [90, 130, 250])
+def test_the_largest_value_of_a_parameter_is_found(mib: int) -> None:
+    """It is a multiple of the step, the next one does not fit, and it is recommended."""
+    step = varied_step()
+    variation = Variation(name="seq_len", step=4)
+    target = replace(ask(mib), micro_batch_size=2, variation=variation)
+
+    plans = find_plans({"fp32": step}, target)
+
+    for plan in plans:
+        assert plan.micro_batch_size == 2
+        assert plan.value is not None
+        assert plan.value % 4 == 0
+        assert plan.fits == holds(step, plan, plan.value, target)
+        assert not holds(step, plan, plan.value + 4, target)
+    best = recommend(plans)
+    fitting = [plan.value or 0 for plan in plans if plan.fits]
+    assert (best.value if best else None) == max(fitting, default=None)
+
+
 def row(**changes: object) -> MemoryPlan:
     plain = {
         "device": "T4",
@@ -134,6 +189,7 @@ def row(**changes: object) -> MemoryPlan:
             {"sample_seconds": 1.0, "micro_batch_size": 0, "missing_bytes": 1},
         ),
         ({"micro_batch_size": 8}, {"micro_batch_size": 4}),
+        ({"value": 512, "sample_seconds": 9.0}, {"value": 256, "sample_seconds": 1.0}),
     ],
 )
 def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, worse):

@@ -175,13 +175,12 @@ def several_devices(what: str) -> PolicyError:
     return PolicyError(
         what,
         limit=(
-            "a forecast covers one process on one device: shards, gradient buckets and"
-            " communication buffers are not counted"
+            "a forecast traces one process on one device, and computes the shards and the buffers"
+            " for communication from that trace"
         ),
         fix=(
-            "return the unwrapped model from build(), as for training on one GPU."
-            " DistributedDataParallel needs memory for one more copy of the gradients on each"
-            " device: add that much to --margin. Savings from sharding are not forecast."
+            "return the unwrapped model from build(), as for training on one GPU, and pass --gpus N"
+            " with --shard ddp, zero1, zero2 or full to `holdfast plan`."
         ),
         rule="H427",
     )

@@ -10,11 +10,13 @@ A factory is a function, usually called ``build``, that returns the job to trace
 
 If the dict also has an ``"evaluate"`` function, f(batch) or f(model, batch), its memory is forecast
 as well. The function is called in evaluation mode without gradients, on the ``"evaluation_batch"``
-if there is one, and otherwise on the sample batch.
+if there is one, and otherwise on the sample batch. A dict with only a model, an ``"evaluate"`` and
+a batch describes a job that trains nothing.
 
 To pass several models or optimizers, use a dict of them. The batch size is inferred unless the key
 ``"batch_size"`` is present. Other keys, such as ``"scheduler"``, are ignored. If the factory has a
-parameter called ``micro_batch_size`` or ``batch_size``, it receives the micro-batch size.
+parameter called ``micro_batch_size`` or ``batch_size``, it receives the micro-batch size. Its other
+parameters can be set on the command line.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -79,6 +81,8 @@ class BuiltJob:
         batch_size: The number of samples in the sample batch, or None if the factory neither
             received nor returned it.
         evaluation: How the job evaluates its models, or None if the factory returned no evaluation.
+        only_evaluates: Whether the job trains nothing. In this case, `function` evaluates a batch,
+            and there are no optimizers.
     """
 
     models: dict[str, nn.Module]
@@ -89,6 +93,7 @@ class BuiltJob:
     has_batch: bool
     batch_size: int | None = None
     evaluation: Evaluation | None = None
+    only_evaluates: bool = False
 
 
 def load_factory(name: str) -> Function:
@@ -151,30 +156,61 @@ def _import_place(place: str) -> ModuleType:
     return module
 
 
-def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
+def call_factory(
+    name: str,
+    factory: Function,
+    *,
+    size: int,
+    arguments: Mapping[str, bool | int | float | str] = MappingProxyType({}),
+) -> BuiltJob:
     """Call a factory and check its result.
 
     Args:
         name: The name of the factory, for error messages.
         factory: The factory.
         size: The micro-batch size, which is passed to all of the factory's `_SIZE_PARAMETERS`.
+        arguments: The user's arguments for the factory, keyed by the name of the parameter.
 
     Raises:
-        PolicyError: H410 or H411 if the factory raises, H412 if its result is not a job.
+        PolicyError: H410 or H411 if the factory raises, H412 if its result is not a job, H421 if
+            the factory has no parameter for an argument.
     """
     parameters = inspect.signature(factory).parameters
-    arguments = {parameter: size for parameter in _SIZE_PARAMETERS if parameter in parameters}
+    _check_arguments(name, arguments, parameters)
+    sizes = {parameter: size for parameter in _SIZE_PARAMETERS if parameter in parameters}
     try:
-        returned = factory(**arguments)
+        returned = factory(**arguments, **sizes)
     except HoldfastError:
         raise
     except (Exception, SystemExit) as error:
         # The user's function may raise any exception.
-        raise _failed(name, "when it was called", error) from error
+        when = "when it was called"
+        if arguments:
+            when += " with " + ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise _failed(name, when, error) from error
     built = _ResultChecker(name, factory).check(returned)
-    if arguments:
+    if sizes:
         return dataclasses.replace(built, batch_size=size)
     return built
+
+
+def _check_arguments(
+    name: str, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
+) -> None:
+    """Check that the factory has a parameter for each argument, and that it may be set (H421)."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    unknown = [argument for argument in arguments if argument not in parameters]
+    if not unknown:
+        return
+    settable = [parameter for parameter in parameters if parameter not in _SIZE_PARAMETERS]
+    has = f"it has {', '.join(settable)}" if settable else "it has none that can be set"
+    raise PolicyError(
+        f"factory {name!r} has no parameter {unknown[0]!r}",
+        limit=f"an option can set or vary only the factory's own parameters; {has}",
+        fix=f"add the parameter, as in `def build({unknown[0]}=1024):`, and use it.",
+        rule="H421",
+    )
 
 
 class _ResultChecker:
@@ -187,6 +223,8 @@ class _ResultChecker:
     def check(self, returned: Any) -> BuiltJob:
         if not isinstance(returned, Mapping):
             raise self._refusal(f"a {type(returned).__name__}")
+        if "evaluate" in returned and not {"optimizer", "loss_fn", "step"} & returned.keys():
+            return self._check_evaluation_only(returned)
         needed = ["model", "optimizer"]
         if "step" not in returned:
             needed.append("batch")
@@ -204,6 +242,24 @@ class _ResultChecker:
             has_batch="batch" in returned,
             batch_size=size if isinstance(size, int) else None,
             evaluation=self._evaluation(returned),
+        )
+
+    def _check_evaluation_only(self, returned: Mapping[str, Any]) -> BuiltJob:
+        """Check the result of a factory for a job that trains nothing."""
+        if "model" not in returned:
+            raise self._refusal("an evaluate without a model")
+        evaluation = self._evaluation(returned)
+        assert evaluation is not None
+        size = returned.get("batch_size")
+        return BuiltJob(
+            function=evaluation.function,
+            models=self._by_name(returned["model"], "model", nn.Module),
+            optimizers={},
+            is_step=False,
+            batch=evaluation.batch if evaluation.has_batch else returned["batch"],
+            has_batch=True,
+            batch_size=size if isinstance(size, int) else None,
+            only_evaluates=True,
         )
 
     def _function(self, returned: Mapping[str, Any]) -> Function:

@@ -137,6 +137,7 @@ class _Tracing:
             "build_seconds": build_seconds,
             "trace_seconds": trace_seconds,
             "casts": job.casts,
+            "only_evaluates": job.only_evaluates,
         }
 
     def _report(self, text: str) -> None:
@@ -149,7 +150,9 @@ class _Tracing:
         self._report("importing the factory")
         factory = building.load_factory(name)
         self._report("building the model")
-        return building.call_factory(name, factory, size=self._request.sizes[0])
+        return building.call_factory(
+            name, factory, size=self._request.sizes[0], arguments=self._request.arguments
+        )
 
     def _trace(self, job: TrainingJob, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
         # Run one step of this size before recording one: the memory that a step leaves behind
@@ -157,11 +160,13 @@ class _Tracing:
         job.step(size)
         with tracer.recording():
             job.step(size)
+        # Without a backward pass, no activations are kept that could be recomputed.
+        blocks = () if job.only_evaluates else tuple(name for name, _ in job.blocks)
         return tracer.trace(
             micro_batch_size=size,
             precision=self._request.precision,
             route=self._request.route,
-            blocks=tuple(name for name, _ in job.blocks),
+            blocks=blocks,
             assumptions=(*job.assumptions, *device.assumptions),
         )
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -25,6 +25,8 @@ from holdfast.forecast.job.time_limits import MOST_CPU_SECONDS, MOST_IDLE_SECOND
 from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
+# The value of an argument that the factory is called with.
+Argument = bool | int | float | str
 
 # The files below are in a folder that the parent and the child share. The parent writes its request
 # to this file.
@@ -48,6 +50,7 @@ class TraceRequest:
     Args:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `building`
             describes what it may return.
+        arguments: Arguments for the factory, keyed by the name of the parameter.
         precision: ``"bf16"`` or ``"fp16"`` to run the step under autocast with this dtype, or
             ``"fp32"`` to run it without autocast.
         sizes: The micro-batch sizes to trace, in samples, each at least 1.
@@ -60,6 +63,7 @@ class TraceRequest:
     """
 
     factory: str
+    arguments: dict[str, Argument] = field(default_factory=dict)
     precision: str = "fp32"
     sizes: tuple[int, ...] = (2, 4)
     route: Route = "privateuse1"
@@ -84,6 +88,7 @@ class TraceResult:
         trace_seconds: How long it took to record each trace, in seconds.
         assumptions: The assumptions behind all traces.
         casts: Whether the job's own code uses autocast, which overrides the requested precision.
+        only_evaluates: Whether the job trains nothing. A step is then an evaluation of one batch.
         evaluation: The trace of evaluating one batch, if an evaluation trace was requested and the
             factory returns an evaluation.
     """
@@ -98,6 +103,7 @@ class TraceResult:
     trace_seconds: tuple[float, ...]
     assumptions: tuple[Assumption, ...]
     casts: bool = False
+    only_evaluates: bool = False
     evaluation: Trace | None = None
 
 

@@ -65,6 +65,8 @@ class _FunctionKind(enum.Enum):
     # The function runs backward, but neither clears gradients nor steps optimizers.
     RUNS_BACKWARD = enum.auto()
     MAKES_WHOLE_STEP = enum.auto()
+    # The function evaluates a batch, and the job trains nothing.
+    EVALUATES = enum.auto()
 
 
 class TrainingJob:
@@ -121,6 +123,11 @@ class TrainingJob:
         self._kind = _FunctionKind.RETURNS_LOSS
         if built.is_step:
             self._kind = _FunctionKind.MAKES_WHOLE_STEP
+        if built.only_evaluates:
+            self._kind = _FunctionKind.EVALUATES
+            self._function = torch.no_grad()(self._function)
+            for model in built.models.values():
+                model.eval()
         self._kind_is_observed = False
         # Names of the optimizers that were stepped during the last training step.
         self._stepped: set[str] = set()
@@ -131,6 +138,11 @@ class TrainingJob:
         """Whether a batch can be split into micro-batches. Valid after the first step."""
         returns_loss = self._kind is _FunctionKind.RETURNS_LOSS
         return self.sample is not None and returns_loss
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether the job trains nothing, so that a step is an evaluation of one batch."""
+        return self._kind is _FunctionKind.EVALUATES
 
     # The first step.
 
@@ -361,8 +373,11 @@ class TrainingJob:
         """Update `_kind` after a call of the function, and return it.
 
         The kind never changes back to `RETURNS_LOSS`: a function that has run backward before may
-        skip backward in some calls, and need not return a loss in those calls.
+        skip backward in some calls, and need not return a loss in those calls. `EVALUATES` never
+        changes.
         """
+        if self._kind is _FunctionKind.EVALUATES:
+            return self._kind
         has_run_backward = self._kind_is_observed and self._kind is not _FunctionKind.RETURNS_LOSS
         if observer.acted and observer.stepped:
             self._kind = _FunctionKind.MAKES_WHOLE_STEP

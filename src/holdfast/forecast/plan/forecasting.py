@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.devices.catalogue import GIB, Device
-from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
+from holdfast.forecast.job.tracing import Argument, TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
     MemoryPlan,
     Target,
     TracedStep,
+    Variation,
     check_trace,
     find_plans,
     nearest_miss,
     recommend,
 )
-from holdfast.forecast.trace.accumulation import with_accumulation
+from holdfast.forecast.plan.sharding import Sharding, StateShare, state_shares
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.extrapolation import (
     FITTED_SIZES,
     NotAlignedError,
     ScaledTrace,
     extrapolate,
+    extrapolate_parameter,
 )
 
 OnProgress = Callable[[str], object]
@@ -55,27 +57,44 @@ class ForecastRequest:
         factory: The factory, as ``"module:function"`` or ``"file.py:function"``. `job.building`
             describes what it may return.
         devices: The devices to plan for.
+        arguments: Arguments for the factory, keyed by the name of the parameter.
         precisions: The precisions to try: ``"fp32"``, ``"bf16"`` or ``"fp16"``. Begin with the one
             that the job uses now: among equally fast plans, earlier precisions are preferred.
-        global_batch_size: The number of samples per optimizer step, or None for one micro-batch per
-            step.
+        global_batch_size: The number of samples per optimizer step on all devices together, or None
+            for one micro-batch per step.
+        micro_batch_size: The fixed number of samples per micro-batch, or None to find the largest.
+        variation: The parameter of the factory whose largest value is found, or None. It requires a
+            fixed `micro_batch_size`.
         margin_bytes: How many bytes to keep free, or None for the device's default.
+        sharding: How the step is distributed over GPUs, or None for a single one. Their number must
+            divide the global batch size.
         verify: Whether to trace each recommended plan with its own settings.
     """
 
     factory: str
     devices: tuple[Device, ...]
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     precisions: tuple[str, ...] = ("fp32", "bf16")
     global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    variation: Variation | None = None
     margin_bytes: int | None = None
+    sharding: Sharding | None = None
     verify: bool = True
 
     def target(self, device: Device) -> Target:
         """Return the target for planning on a device with the settings of this request."""
+        device_batch_size = self.global_batch_size
+        if device_batch_size is not None and self.sharding is not None:
+            assert device_batch_size % self.sharding.gpus == 0
+            device_batch_size //= self.sharding.gpus
         return Target(
             device=device,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=device_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            variation=self.variation,
             margin_bytes=self.margin_bytes,
+            sharding=self.sharding,
         )
 
 
@@ -132,6 +151,7 @@ class DeviceForecast:
         shown: The plan whose memory is shown in detail: `best` or, if no plan fits, the plan that
             lacks the least memory.
         trace: The trace of the step under the plan in `shown`.
+        state_shares: The model states of that step on each of several GPUs; empty for a single one.
         verification: The verification of the recommended plan. If no plan passed verification, this
             is the verification of the last plan that was tried. None if no plan was verified.
     """
@@ -141,6 +161,7 @@ class DeviceForecast:
     best: MemoryPlan | None
     shown: MemoryPlan
     trace: Trace
+    state_shares: tuple[StateShare, ...] = ()
     verification: Verification | None = None
 
     @property
@@ -167,6 +188,11 @@ class Forecast:
     traced: dict[str, TraceResult]
     plans: tuple[DeviceForecast, ...]
     assumptions: tuple[Assumption, ...]
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether the job trains nothing, so that the plans are for evaluating a batch."""
+        return any(result.only_evaluates for result in self.traced.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,25 +235,22 @@ def plan_target(target: Target, steps: Mapping[str, TracedStep]) -> DeviceForeca
     best = recommend(plans)
     shown = best or nearest_miss(plans)
     assert shown is not None, "there is a plan for each precision"
+    step = steps[shown.precision]
+    trace = step.with_recompute(shown.modules).at(shown.described_size)
     return DeviceForecast(
         target=target,
         rows=plans,
         best=best,
         shown=shown,
-        trace=_step_in_memory(shown, steps[shown.precision], target.global_batch_size),
+        trace=_step_in_memory(shown, step, target),
+        state_shares=() if target.sharding is None else state_shares(trace, target.sharding),
     )
 
 
-def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
-    """Return the trace of the step under a plan, with all memory that the step needs.
-
-    If the global batch is larger than the micro-batch, this includes the memory for accumulating
-    the gradients of earlier micro-batches.
-    """
-    trace = step.with_recompute(plan.modules).at(max(1, plan.micro_batch_size))
-    if global_batch_size is None or not step.plain.accumulates:
-        return trace
-    return with_accumulation(trace, global_batch_size)
+def _step_in_memory(plan: MemoryPlan, step: TracedStep, target: Target) -> Trace:
+    """Return the trace of the step under a plan, with all memory that the step needs."""
+    trace = step.with_recompute(plan.modules).at(plan.described_size)
+    return target.in_memory(trace, accumulates=step.plain.accumulates)
 
 
 class Forecaster:
@@ -341,54 +364,98 @@ class Forecaster:
         return job.step
 
     def _trace(self, precision: str, recompute: tuple[str, ...] = ()) -> _TracedJob:
-        """Trace the job at two batch sizes, from which the step at any size can be computed.
+        """Trace the job at several sizes, from which the step at any size can be computed.
 
         Args:
             precision: The precision to trace in.
             recompute: Paths of the modules whose activations are recomputed.
 
         Raises:
-            NotAlignedError: If the traces differ at every pair of sizes. The error describes the
-                difference at the first pair.
+            NotAlignedError: If the traces differ at every pair of batch sizes, or at the values of
+                the varied parameter. The error describes the first difference.
             HoldfastError: Any error that `trace_job` raises.
         """
+        request = TraceRequest(
+            factory=self._request.factory,
+            arguments=dict(self._request.arguments),
+            precision=precision,
+            recompute=recompute,
+        )
+        if self._request.variation is None:
+            result, step = self._trace_batch_sizes(request)
+        else:
+            result, step = self._trace_values(request, self._request.variation)
+        assumed = list(result.assumptions)
+        if result.only_evaluates:
+            self._check_evaluation_options()
+        elif self._request.global_batch_size is not None and not result.accumulates:
+            what = (
+                "the step calls backward itself, so its batch was not split: the step receives"
+                f" the global batch of {self._request.global_batch_size} samples at once, and"
+                " no accumulated gradients are counted"
+            )
+            assumed.append(Assumption(what=what))
+        return _TracedJob(
+            result=replace(result, assumptions=tuple(assumed)),
+            step=replace(step, accumulates=result.accumulates),
+        )
+
+    def _check_evaluation_options(self) -> None:
+        """Refuse options that only a training step has, for a job that trains nothing (H421)."""
+        option = ""
+        if self._request.global_batch_size is not None:
+            option = "--global-batch-size"
+        if self._request.sharding is not None:
+            option = "--gpus"
+        if option:
+            raise PolicyError(
+                f"{option} for a job without an optimizer",
+                limit="nothing is trained, so there is no step to divide",
+                fix=f"leave out {option}, or return an optimizer and a loss_fn from build().",
+                rule="H421",
+            )
+
+    def _trace_batch_sizes(self, request: TraceRequest) -> tuple[TraceResult, ScaledTrace]:
+        """Trace the job at two micro-batch sizes; see `_trace`."""
         differences: list[NotAlignedError] = []
         for multiple in _SIZE_MULTIPLES:
             sizes = tuple(multiple * size for size in FITTED_SIZES)
-            result = trace_job(
-                TraceRequest(
-                    factory=self._request.factory,
-                    precision=precision,
-                    sizes=sizes,
-                    recompute=recompute,
-                ),
-                self._on_progress,
-            )
+            result = trace_job(replace(request, sizes=sizes), self._on_progress)
             try:
                 step = extrapolate(result.traces)
             except NotAlignedError as error:
                 differences.append(error)
                 continue
-            assumed = list(result.assumptions)
-            if differences:
-                names = " and ".join(map(str, sizes))
-                what = (
-                    f"the forecast is extrapolated from {names} samples, because smaller batches"
-                    f" could not be compared: {differences[-1].what}"
-                )
-                assumed.append(Assumption(what=what))
-            if self._request.global_batch_size is not None and not result.accumulates:
-                what = (
-                    "the step calls backward itself, so its batch was not split: the step receives"
-                    f" the global batch of {self._request.global_batch_size} samples at once, and"
-                    " no accumulated gradients are counted"
-                )
-                assumed.append(Assumption(what=what))
-            return _TracedJob(
-                result=replace(result, assumptions=tuple(assumed)),
-                step=replace(step, accumulates=result.accumulates),
+            if not differences:
+                return result, step
+            names = " and ".join(map(str, sizes))
+            what = (
+                f"the forecast is extrapolated from {names} samples, because smaller batches"
+                f" could not be compared: {differences[-1].what}"
             )
+            assumptions = (*result.assumptions, Assumption(what=what))
+            return replace(result, assumptions=assumptions), step
         raise differences[0]
+
+    def _trace_values(
+        self, request: TraceRequest, variation: Variation
+    ) -> tuple[TraceResult, ScaledTrace]:
+        """Trace the job at three values of a parameter of its factory; see `_trace`."""
+        assert self._request.micro_batch_size is not None
+        results = {}
+        for value in variation.traced_values:
+            self._on_progress(f"tracing with {variation.name}={value}")
+            results[value] = trace_job(
+                replace(
+                    request,
+                    arguments={**request.arguments, variation.name: value},
+                    sizes=(self._request.micro_batch_size,),
+                )
+            )
+        step = extrapolate_parameter(
+            variation.name, {value: result.traces[0] for value, result in results.items()}
+        )
+        return results[variation.traced_values[0]], step
 
     # Verification.
 
@@ -415,20 +482,19 @@ class Forecaster:
             if best is None:
                 return plan
             self._on_progress(
-                f"verifying the plan for {target.device.name} with micro-batches of"
-                f" {best.micro_batch_size}"
+                f"verifying the plan for {target.device.name} with {_size_of(best, target)}"
             )
             step = steps[best.precision]
             verification = self._verify(best, step, target)
             plan = replace(
                 plan,
-                trace=_step_in_memory(best, step, target.global_batch_size),
+                trace=_step_in_memory(best, step, target),
                 verification=verification,
             )
             if verification.fits:
                 return plan
             margin_bytes = _raised_margin(best, verification, target.device)
-            self._assume(_why_refused(best, margin_bytes, target.device))
+            self._assume(_why_refused(best, margin_bytes, target))
             self._on_progress(f"planning for {target.device.name}")
             next_plan = plan_target(replace(target, margin_bytes=margin_bytes), steps)
             if next_plan.best is None:
@@ -443,9 +509,13 @@ class Forecaster:
             # All micro-batches after the first one need the same memory, so a step with two
             # micro-batches represents a step with any larger number.
             micro_batches = 2
+        arguments = dict(self._request.arguments)
+        if target.variation is not None:
+            arguments[target.variation.name] = plan.described_size
         result = trace_job(
             TraceRequest(
                 factory=self._request.factory,
+                arguments=arguments,
                 precision=plan.precision,
                 sizes=(plan.micro_batch_size,),
                 recompute=plan.modules,
@@ -453,8 +523,9 @@ class Forecaster:
                 traces_evaluation=True,
             )
         )
-        (trace,) = result.traces
-        forecast = _step_in_memory(plan, step, micro_batches * plan.micro_batch_size)
+        trace = target.sharded(result.traces[0])
+        traced_target = replace(target, global_batch_size=micro_batches * plan.micro_batch_size)
+        forecast = _step_in_memory(plan, step, traced_target)
         return Verification(
             live_bytes=live_peak(trace, GRANULE_BYTES),
             forecast_bytes=live_peak(forecast, GRANULE_BYTES),
@@ -467,6 +538,7 @@ def _evaluation_in_memory(trace: Trace | None, target: Target) -> EvaluationFore
     """Return the memory that a traced evaluation needs, or None if there is no evaluation."""
     if trace is None:
         return None
+    trace = target.sharded(trace)
     fit = check_trace(trace, target)
     return EvaluationForecast(
         samples=trace.micro_batch_size,
@@ -488,13 +560,20 @@ def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device)
     return plan.margin_bytes + max(plan.margin_bytes, missing_bytes)
 
 
-def _why_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> str:
-    settings = f"micro-batches of {plan.micro_batch_size} in {plan.precision}"
+def _size_of(plan: MemoryPlan, target: Target) -> str:
+    text = f"micro-batches of {plan.micro_batch_size}"
+    if target.variation is None:
+        return text
+    return f"{target.variation.name}={plan.value} and {text}"
+
+
+def _why_refused(plan: MemoryPlan, margin_bytes: int, target: Target) -> str:
+    settings = f"{_size_of(plan, target)} in {plan.precision}"
     if plan.modules:
         settings += f" with {len(plan.modules)} modules recomputed"
     return (
-        f"a plan for {device.name} was rejected: {settings} did not fit when traced, so the margin"
-        f" was raised to {margin_bytes / GIB:.2f} GiB"
+        f"a plan for {target.device.name} was rejected: {settings} did not fit when traced, so the"
+        f" margin was raised to {margin_bytes / GIB:.2f} GiB"
     )
 
 

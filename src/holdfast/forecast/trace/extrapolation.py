@@ -1,5 +1,8 @@
 """Compute the trace at any micro-batch size from traces at two small sizes.
 
+The same is done for a parameter of the user's factory, such as a sequence length, from traces at
+three values; see `extrapolate_parameter`.
+
 Each storage grows by a fixed number of bytes per sample, so its size at any micro-batch size
 follows from two traces. The *peak* does not grow linearly, because the storages that are alive at
 the peak differ between sizes. A straight line through two peaks underestimates the peak, by up to
@@ -12,8 +15,11 @@ each size. Such a step cannot be extrapolated and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,87 +53,98 @@ class NotAlignedError(BatchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTrace:
-    """A step that can be scaled to any micro-batch size, made from traces at two sizes.
+    """A step that can be scaled to any size, made from traces at two or three sizes.
 
-    In each array, the first row comes from the trace at the smaller size, and the second row from
-    the trace at the larger size.
+    A size is the micro-batch size in samples or, if `parameter` is set, the value of a parameter of
+    the user's factory. In each array, the rows come from the traces, in the order of `sizes`.
 
     Args:
-        template: The trace at the smaller size. The other trace differs from it only in the values
+        template: The trace at the smallest size. The other traces differ from it only in the values
             of the arguments below.
-        micro_batch_sizes: The two traced micro-batch sizes, the smaller one first.
-        size_bytes: Shape ``(2, storages)``; see `Trace.size_bytes`.
-        flops: Shape ``(2, operations)``; see `Trace.flops`.
-        moved_bytes: Shape ``(2, operations)``; see `Trace.moved_bytes`.
-        growth_bytes: Shape ``(2, 1)``; see `Trace.growth_bytes`.
-        uncalibrated_bytes: Shape ``(2, 1)``; see `Trace.uncalibrated_bytes`.
+        sizes: The traced sizes in ascending order. Figures are extrapolated linearly from two
+            sizes, and as quadratic functions from three.
+        size_bytes: Shape ``(sizes, storages)``; see `Trace.size_bytes`.
+        flops: Shape ``(sizes, operations)``; see `Trace.flops`.
+        moved_bytes: Shape ``(sizes, operations)``; see `Trace.moved_bytes`.
+        growth_bytes: Shape ``(sizes, 1)``; see `Trace.growth_bytes`.
+        uncalibrated_bytes: Shape ``(sizes, 1)``; see `Trace.uncalibrated_bytes`.
         accumulates: Whether a larger batch can be split into micro-batches whose gradients are
             accumulated, as `Guard` does.
+        parameter: The name of the factory's parameter, or an empty string if a size is a
+            micro-batch size.
     """
 
     template: Trace
-    micro_batch_sizes: tuple[int, int]
+    sizes: tuple[int, ...]
     size_bytes: npt.NDArray[np.int64]
     flops: npt.NDArray[np.int64]
     moved_bytes: npt.NDArray[np.int64]
     growth_bytes: npt.NDArray[np.int64]
     uncalibrated_bytes: npt.NDArray[np.int64]
     accumulates: bool = False
+    parameter: str = ""
 
-    def at(self, micro_batch_size: int) -> Trace:
-        """Return the trace at any micro-batch size of at least 1.
+    def at(self, size: int) -> Trace:
+        """Return the trace at any size of at least 1.
 
         The size of a storage is exact if it grows by a whole number of bytes per sample. All other
         sizes are rounded up, and the rounding is reported as an assumption.
         """
-        assert micro_batch_size >= 1
-        sizes = self._extrapolate(self.size_bytes, micro_batch_size)
-        growth_bytes = self._extrapolate(self.growth_bytes, micro_batch_size)
-        uncalibrated_bytes = self._extrapolate(self.uncalibrated_bytes, micro_batch_size)
+        assert size >= 1
+        storage_sizes = self._extrapolate(self.size_bytes, size)
+        growth_bytes = self._extrapolate(self.growth_bytes, size)
+        uncalibrated_bytes = self._extrapolate(self.uncalibrated_bytes, size)
+        micro_batch_size = size
+        if self.parameter:
+            micro_batch_size = self.template.micro_batch_size
         return replace(
             self.template,
-            size_bytes=sizes,
-            flops=self._extrapolate(self.flops, micro_batch_size),
-            moved_bytes=self._extrapolate(self.moved_bytes, micro_batch_size),
+            size_bytes=storage_sizes,
+            flops=self._extrapolate(self.flops, size),
+            moved_bytes=self._extrapolate(self.moved_bytes, size),
             growth_bytes=int(growth_bytes[0]),
             uncalibrated_bytes=int(max(uncalibrated_bytes[0], self.uncalibrated_bytes.min())),
             micro_batch_size=micro_batch_size,
-            assumptions=self.template.assumptions + self._assumptions(micro_batch_size, sizes),
+            assumptions=self.template.assumptions + self._assumptions(size, storage_sizes),
         )
 
-    def _extrapolate(
-        self, values: npt.NDArray[np.int64], micro_batch_size: int
-    ) -> npt.NDArray[np.int64]:
-        """Extrapolate each column linearly from the two traced sizes to another size.
+    def _extrapolate(self, values: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+        """Extrapolate each column from the traced sizes to another size.
 
         The results are rounded up to integers and limited to the range from 0 to `largest_size`.
         """
-        low, high = self.micro_batch_sizes
-        largest = int(np.abs(values).max(initial=1))
-        if largest * (high + low + 2 * micro_batch_size) >= _MOST_PRODUCT:
-            # Use Python's integers, which cannot overflow.
-            values = values.astype(object)
-        weighted = (high - micro_batch_size) * values[0] + (micro_batch_size - low) * values[1]
-        rounded_up = -(-weighted // (high - low))
-        result: npt.NDArray[np.int64] = np.clip(
-            rounded_up, 0, largest_size(values.shape[1])
-        ).astype(np.int64)
-        return result
+        result = _interpolate(values, self.sizes, size)
+        if len(self.sizes) > 2 and size > self.sizes[-1]:
+            # A column that grows less and less is one that is rounded or reaches a limit. A
+            # quadratic function through it would fall again, so continue it as a straight line.
+            result = np.maximum(result, _interpolate(values[-2:], self.sizes[-2:], size))
+        limited: npt.NDArray[np.int64] = np.clip(result, 0, largest_size(values.shape[1])).astype(
+            np.int64
+        )
+        return limited
 
     def _assumptions(
-        self, micro_batch_size: int, sizes: npt.NDArray[np.int64]
+        self, size: int, storage_sizes: npt.NDArray[np.int64]
     ) -> tuple[Assumption, ...]:
-        assumptions = []
-        low, high = self.micro_batch_sizes
-        if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
+        if self.parameter:
+            values = ", ".join(map(str, self.sizes))
             what = (
-                f"a step of {micro_batch_size} sample was extrapolated from steps of {low} and"
+                f"the step with {self.parameter}={size} was extrapolated from steps with"
+                f" {self.parameter}={values}; each tensor was assumed to grow linearly or with the"
+                " square of this number"
+            )
+            return (Assumption(what=what),)
+        assumptions = []
+        low, high = self.sizes
+        if size < LEAST_MICRO_BATCH_SIZE:
+            what = (
+                f"a step of {size} sample was extrapolated from steps of {low} and"
                 f" {high} samples; in reality, it may take another path through the model"
             )
             assumptions.append(Assumption(what=what))
         is_uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
         if is_uneven.any():
-            percent = 100 * int(sizes[is_uneven].sum()) / max(1, int(sizes.sum()))
+            percent = 100 * int(storage_sizes[is_uneven].sum()) / max(1, int(storage_sizes.sum()))
             what = (
                 f"{int(is_uneven.sum())} storages ({percent:.1f} % of all bytes) do not grow by a"
                 " whole number of bytes per sample, so their sizes were rounded up"
@@ -160,18 +177,92 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
             ),
             rule="H425",
         )
-    assumptions = dict.fromkeys((*first.assumptions, *second.assumptions))
+    return _scaled_trace((first, second), (first.micro_batch_size, second.micro_batch_size))
+
+
+def extrapolate_parameter(parameter: str, traces: Mapping[int, Trace]) -> ScaledTrace:
+    """Combine traces of a job at three values of a parameter of its factory.
+
+    Each storage is assumed to be at most a quadratic function of the parameter. For a sequence
+    length, this includes the scores of an attention that is computed without a fused kernel.
+
+    Args:
+        parameter: The name of the parameter.
+        traces: The traces, keyed by the value of the parameter.
+
+    Raises:
+        NotAlignedError: If the traces differ in more than the sizes of storages.
+    """
+    values = tuple(sorted(traces))
+    first = traces[values[0]]
+    for value in values[1:]:
+        # Parameters may grow as well, such as an embedding of positions.
+        difference = _find_difference(first, traces[value], compares_resident=False)
+        if difference is not None:
+            raise NotAlignedError(
+                f"the step behaves differently with {parameter}={value} than with"
+                f" {parameter}={values[0]}: {difference}",
+                limit=(
+                    "memory can be extrapolated only if the step runs the same operations with"
+                    " every value"
+                ),
+                fix=(
+                    f"choose a parameter that changes only the sizes of tensors, or traced values"
+                    f" that are closer to those of your runs, with --vary {parameter}=STEP."
+                ),
+                rule="H425",
+            )
+    return replace(_scaled_trace([traces[value] for value in values], values), parameter=parameter)
+
+
+def _scaled_trace(traces: Sequence[Trace], sizes: tuple[int, ...]) -> ScaledTrace:
+    """Combine traces that differ only in the sizes of storages.
+
+    Args:
+        traces: The traces, in ascending order of their size.
+        sizes: The size of each trace.
+    """
+    assumptions = dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
     return ScaledTrace(
-        template=replace(first, assumptions=tuple(assumptions)),
-        micro_batch_sizes=(first.micro_batch_size, second.micro_batch_size),
-        size_bytes=_with_even_scratch(first, second),
-        flops=np.stack([first.flops, second.flops]),
-        moved_bytes=np.stack([first.moved_bytes, second.moved_bytes]),
-        growth_bytes=np.array([[first.growth_bytes], [second.growth_bytes]], dtype=np.int64),
+        template=replace(traces[0], assumptions=tuple(assumptions)),
+        sizes=sizes,
+        size_bytes=_with_even_scratch(traces, sizes),
+        flops=np.stack([trace.flops for trace in traces]),
+        moved_bytes=np.stack([trace.moved_bytes for trace in traces]),
+        growth_bytes=np.array([[trace.growth_bytes] for trace in traces], dtype=np.int64),
         uncalibrated_bytes=np.array(
-            [[first.uncalibrated_bytes], [second.uncalibrated_bytes]], dtype=np.int64
+            [[trace.uncalibrated_bytes] for trace in traces], dtype=np.int64
         ),
     )
+
+
+def _interpolate(
+    values: npt.NDArray[np.int64], sizes: Sequence[int], size: int
+) -> npt.NDArray[Any]:
+    """Return the value at `size` of the polynomial through each column, rounded up.
+
+    Args:
+        values: Shape ``(sizes, columns)``.
+        sizes: The sizes at which the values are known.
+        size: The size at which the values are wanted.
+    """
+    # The weights of Lagrange's formula.
+    weights = [
+        math.prod(
+            (Fraction(size - other, known - other) for other in sizes if other != known),
+            start=Fraction(1),
+        )
+        for known in sizes
+    ]
+    denominator = math.lcm(*(weight.denominator for weight in weights))
+    numerators = [int(weight * denominator) for weight in weights]
+    largest = int(np.abs(values).max(initial=1))
+    if largest * sum(map(abs, numerators)) >= _MOST_PRODUCT:
+        # Use Python's integers, which cannot overflow.
+        values = values.astype(object)
+    weighted = sum(weight * row for weight, row in zip(numerators, values, strict=True))
+    rounded_up: npt.NDArray[Any] = -(-weighted // denominator)
+    return rounded_up
 
 
 def largest_size(count: int) -> int:
@@ -179,28 +270,34 @@ def largest_size(count: int) -> int:
     return _MOST_TOTAL_BYTES // max(1, count)
 
 
-def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
-    """Return the storage sizes in both traces, with missing scratch memory filled in.
+def _with_even_scratch(traces: Sequence[Trace], sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the storage sizes in all traces, with missing scratch memory filled in.
 
     Some kernels use scratch memory only above a certain batch size. If a kernel uses none in one
-    trace, this function assumes the same number of bytes per sample as in the other trace, so that
+    trace, this function assumes the same number of bytes per sample as in the other traces, so that
     the forecast is too high rather than too low.
 
     Returns:
-        Shape ``(2, storages)``.
+        Shape ``(traces, storages)``.
     """
-    sizes = np.stack([first.size_bytes, second.size_bytes])
-    samples = np.array([[first.micro_batch_size], [second.micro_batch_size]])
-    is_missing = (sizes == 0) & (first.owner == _SCRATCH)
-    bytes_per_sample = (-(-sizes // samples)).max(axis=0)
-    return np.where(is_missing, bytes_per_sample * samples, sizes)
+    size_bytes = np.stack([trace.size_bytes for trace in traces])
+    samples = np.array(sizes)[:, np.newaxis]
+    is_missing = (size_bytes == 0) & (traces[0].owner == _SCRATCH)
+    bytes_per_sample = (-(-size_bytes // samples)).max(axis=0)
+    return np.where(is_missing, bytes_per_sample * samples, size_bytes)
 
 
 # --- comparing two traces -------------------------------------------------------------------------
 
 
-def _find_difference(first: Trace, other: Trace) -> str | None:
+def _find_difference(first: Trace, other: Trace, *, compares_resident: bool = True) -> str | None:
     """Describe the first difference between two traces, apart from sizes.
+
+    Args:
+        first: One trace.
+        other: The other trace.
+        compares_resident: Whether parameters, gradients and optimizer states must have the same
+            sizes in both traces.
 
     Returns:
         The description, or None if the traces differ only in sizes.
@@ -211,7 +308,7 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
             f"operation {operation} is {_describe_operation(other, operation)} instead of"
             f" {_describe_operation(first, operation)}"
         )
-    if _resident_sizes(first) != _resident_sizes(other):
+    if compares_resident and _resident_sizes(first) != _resident_sizes(other):
         return "the parameters, gradients or optimizer states before the step differ"
     for field in _COMPARED_FIELDS:
         if getattr(first, field) != getattr(other, field):
