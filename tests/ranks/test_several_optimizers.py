@@ -377,3 +377,85 @@ def test_steps_of_two_optimizers_that_are_decided_late_end_alike(tmp_path: Path)
         assert count >= 5
         assert skipped == skipped_now == [number == 8 for number in range(16)]
         assert_same(state, state_now)
+
+
+def train_out_of_memory_in_muon(rank: int, run: Path) -> None:
+    """Train a sharded model; Muon runs out of memory on one rank, before it updates anything."""
+    training = Training(rank, "fully_shard", Muon)
+    guard = training.guard(run)
+    if rank == 1:
+        training.optimizers["matrices"].register_step_pre_hook(
+            lambda *_: ask_for_too_much() if guard.global_step == 3 else None
+        )
+    for batch in training.batches():
+        guard.step(batch, training.loss)
+
+
+def test_ranks_do_not_wait_in_the_collectives_of_a_muon_that_has_failed(tmp_path: Path) -> None:
+    """Muon of a sharded model has collectives in its step, which the failed rank does not reach."""
+    first, second = run_ranks(train_out_of_memory_in_muon, 2, tmp_path)
+
+    assert "H402" in (second.raised or ""), second
+    assert "H114" in (first.raised or "") + first.output, first
+    assert first.seconds < 120
+
+
+class Game(nn.Module):
+    """A generator and a discriminator in one module, so that one wrapper serves both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, part: str, batch: torch.Tensor) -> torch.Tensor:
+        if part == "generator":
+            return self.discriminator(self.generator(batch))
+        with torch.no_grad():
+            fake = self.generator(batch[:, 2:])
+        return self.discriminator(batch[:, :2]) - self.discriminator(fake)
+
+
+def play(rank: int, run: Path, *, guarded: bool) -> list[torch.Tensor]:
+    """Train both parts in turn. With a guard, one rank runs out of memory in two of the steps."""
+    torch.manual_seed(0)
+    game = DistributedDataParallel(Game(), find_unused_parameters=True)
+    optimizers = {
+        name: torch.optim.Adam(getattr(game.module, name).parameters(), lr=0.01)
+        for name in ("generator", "discriminator")
+    }
+    guard = None
+    if guarded:
+        guard = holdfast.Guard(
+            run, model=game, optimizer=optimizers, recompute=False, objective="adversarial"
+        )
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(6):
+        for name, size in (("generator", 4), ("discriminator", 6)):
+            batch = torch.randn(8, size, generator=generator)
+            failures = iter([True] if guarded and (number, rank) == (3, 1) else [])
+
+            def loss(part: torch.Tensor, name: str = name, failures: Any = failures) -> Any:
+                value = game(name, part).sigmoid().mean()
+                if next(failures, False):
+                    ask_for_too_much()
+                return value
+
+            if guard is not None:
+                guard.step(batch, loss, optimizer=name)
+                continue
+            loss(batch).backward()
+            optimizers[name].step()
+            game.zero_grad()
+    return [p.detach().clone() for p in game.parameters()]
+
+
+def play_twice(rank: int, run: Path) -> list[list[torch.Tensor]]:
+    """Return the weights after training without a guard and with one."""
+    return [play(rank, run, guarded=False), play(rank, run, guarded=True)]
+
+
+def test_a_gan_in_one_module_has_the_bits_of_a_bare_loop(tmp_path: Path) -> None:
+    """This is what the error about two wrapped models recommends."""
+    for bare, guarded in all_returned(run_ranks(play_twice, 2, tmp_path)):
+        assert_same(guarded, bare)

@@ -80,10 +80,11 @@ def _check_is_one(models: Collection[str], how: str) -> None:
             f"Guard received {len(models)} models {how}: {', '.join(map(repr, models))}",
             limit=_ONE_MODEL,
             fix=(
-                "if one loss trains these models, make them submodules of one module, and wrap or"
-                " shard that module; it may have several optimizers. If each has a loss of its own,"
-                " as in a GAN, train in one process, or on several ranks without a Guard under"
-                " `holdfast run`."
+                "make the models submodules of one module, and wrap that module; it may have"
+                " several optimizers. If each model has a loss of its own, as in a GAN, wrap it"
+                " with DistributedDataParallel(module, find_unused_parameters=True), and step each"
+                " optimizer by its name: guard.step(batch, loss_fn, optimizer=name). Or train"
+                " without a Guard, under `holdfast run`."
             ),
         )
 
