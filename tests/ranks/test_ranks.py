@@ -672,8 +672,17 @@ def refusals(rank, run):
         model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
         return model
 
-    def optimizers(model):
-        return {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in "ab"}
+    def optimizers(models):
+        return {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+
+    def several(**models):
+        guarded(models, optimizers(models))
+
+    def with_frozen(model):
+        several(net=model, teacher=small().requires_grad_(requires_grad=False))
+
+    def with_muon(model):
+        guarded(model, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]))
 
     plain = linear()
     cases = {
@@ -693,7 +702,13 @@ def refusals(rank, run):
         "averaged= is given": lambda: guarded(sharded(small()), averaged=AveragedModel(small())),
         "micro_batch_size=1": lambda: guarded(sharded(small()), micro_batch_size=1),
         "wrapped twice": lambda: guarded(linear_in_linear()),
-        "2 optimizers": lambda: guarded(plain, optimizers(plain)),
+        "'g', 'd'": lambda: several(g=linear(), d=linear()),
+        "'g', 'both'": lambda: several(g=sharded(small()), both=sharded(small())),
+        "'g', 'wrapped'": lambda: several(g=sharded(small()), wrapped=linear()),
+        "not a DistributedDataParallel as 'net' is": lambda: several(net=linear(), loss=small()),
+        "'teacher' holds 'teacher.weight'": lambda: with_frozen(linear()),
+        "which does not belong to model 'net'": lambda: with_frozen(sharded(small())),
+        "shape (1, 6) under fully_shard": lambda: with_muon(sharded(small())),
         "only 1 of the ranks": lambda: guarded(linear(process_group=alone)),
         "a first step in several parts": lambda: guarded(
             linear(static_graph=True), batches=Window((torch.ones(2, 6), torch.ones(2, 6)))

@@ -70,6 +70,14 @@ class DdpRanks(ProcessGroupRanks[ReplicatedModel]):
         return None
 
     @property
+    def needs_all_gradients(self) -> bool:
+        """Return whether the model's reducer takes part in backward.
+
+        It waits for the gradients of all parameters, unless this rank runs the model alone.
+        """
+        return not self._is_alone
+
+    @property
     def why_decide_now(self) -> str | None:
         """Return why the result of a step must be read before its optimizer runs, or None."""
         if self._has_late_failure:

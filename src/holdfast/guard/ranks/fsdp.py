@@ -54,6 +54,9 @@ class FsdpRanks(ProcessGroupRanks[ShardedModel]):
     """
 
     shards_state = True
+    # The graph ends at the unsharded weights, so it does not even contain the parameters that the
+    # optimizers hold.
+    needs_all_gradients = True
     # A rank that runs out of memory may recompute modules: all ranks recompute the same ones, and
     # therefore repeat the collectives in these modules together.
     why_only_retry = None

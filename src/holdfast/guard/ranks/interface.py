@@ -191,8 +191,22 @@ class Ranks(Protocol):
 
     # --- a step
 
-    def begin_attempt(self) -> None:
-        """Start an attempt at a step, together with the other ranks."""
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Return whether backward must compute the gradients of all parameters of the model.
+
+        This is the case if the gradients are reduced during backward: the reduction waits for the
+        gradients of all parameters, including those that no optimizer steps.
+        """
+        ...
+
+    def begin_attempt(self, optimizers: Sequence[str]) -> None:
+        """Start an attempt at a step, together with the other ranks.
+
+        Args:
+            optimizers: The names of the optimizers to step. If they differ between the ranks, all
+                ranks raise H116.
+        """
         ...
 
     def loss_of_late_attempt(self) -> torch.Tensor:
@@ -206,8 +220,11 @@ class Ranks(Protocol):
         """
         ...
 
-    def begin_late_attempt(self) -> bool:
+    def begin_late_attempt(self, optimizers: Sequence[str]) -> bool:
         """Start an attempt whose result is read after the next one.
+
+        Args:
+            optimizers: The names of the optimizers to step, as for `begin_attempt`.
 
         Returns:
             Whether this rank can make the attempt. If its optimizer failed in the last step, it

@@ -124,6 +124,11 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
 
     @property
     @abstractmethod
+    def needs_all_gradients(self) -> bool:
+        """Return whether backward must compute the gradients of all parameters of the model."""
+
+    @property
+    @abstractmethod
     def writers(self) -> Writers | None:
         """Return the ranks that write checkpoints, or None if this rank does not write."""
 
@@ -307,17 +312,17 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         assert self._row_exchange is not None
         return self._row_exchange
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, optimizers: Sequence[str]) -> None:
         """Start an attempt, together with the other ranks."""
-        self._begin_attempt()
+        self._begin_attempt(optimizers)
         while self._transfer.is_behind:
             # The optimizer of this rank failed in the last step. The other ranks have started an
             # attempt, which must fail, so that this rank can receive the state of another rank.
             self._complete_without_attempt()
             self._agree_on_retry(_Result.BEHIND)
-            self._begin_attempt()
+            self._begin_attempt(optimizers)
 
-    def begin_late_attempt(self) -> bool:
+    def begin_late_attempt(self, optimizers: Sequence[str]) -> bool:
         """Start an attempt whose result is read after the next one.
 
         Returns:
@@ -327,7 +332,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         Raises:
             OutOfMemoryError: H402 if the collectives of the attempt cannot be completed.
         """
-        self._begin_attempt()
+        self._begin_attempt(optimizers)
         if not self._transfer.is_behind:
             return True
         self._complete_without_attempt()
@@ -335,7 +340,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self.end_late_attempt()
         return False
 
-    def _begin_attempt(self) -> None:
+    def _begin_attempt(self, optimizers: Sequence[str]) -> None:
         """Count an attempt, and clear what remains of the last one."""
         self._messages.check_here()
         self._pace.begin_step()
@@ -344,7 +349,7 @@ class ProcessGroupRanks(ABC, Generic[_Model]):
         self._messages.begin_step()
         self._model.begin_attempt()
         self._pace.begin_attempt()
-        self._exchange.begin_attempt()
+        self._exchange.begin_attempt(optimizers)
 
     def _complete_without_attempt(self) -> None:
         """Complete the collectives of an attempt that this rank does not make."""

@@ -75,6 +75,9 @@ class Row(NamedTuple):
     epoch: float = 0.0
     batch: float = 0.0
     passed: float = 0.0
+    # A checksum of the names of the optimizers that the step uses, which must be the same on all
+    # ranks. At the end of an epoch, it is ignored.
+    optimizers: float = 0.0
 
     @property
     def position(self) -> Position:
@@ -89,7 +92,10 @@ _REPEATS = Row._fields.index("repeats")
 # The fields that must be equal on all ranks. At the end of an epoch, the batches may differ: a rank
 # may have skipped an empty last batch, which is harmless.
 _EQUAL_AT_EPOCH_END = [Row._fields.index(name) for name in ("kind", "number", "guard")]
-_EQUAL_IN_STEP = [*_EQUAL_AT_EPOCH_END, Row._fields.index("epoch"), Row._fields.index("batch")]
+_EQUAL_IN_STEP = [
+    *_EQUAL_AT_EPOCH_END,
+    *(Row._fields.index(name) for name in ("epoch", "batch", "optimizers")),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,10 @@ class Rows:
         )
 
     def _difference(self) -> str:
-        """Return a sentence about the first difference in guard, kind, number or batch."""
+        """Return a sentence about the first difference in guard, kind, number or batch.
+
+        If these are the same, the difference is in the optimizers.
+        """
         guards = [row.guard for row in self.by_rank]
         if len({*guards}) > 1:
             return (
@@ -186,6 +195,13 @@ class Rows:
         numbers = [row.number for row in self.by_rank]
         if len({*numbers}) > 1:
             return f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
+        checksums = [row.optimizers for row in self.by_rank]
+        if len({*checksums}) > 1 and len({position[:2] for position in positions}) == 1:
+            other = next(rank for rank, value in enumerate(checksums) if value != checksums[0])
+            return (
+                f"rank {other} steps other optimizers than rank 0, or the same ones in another"
+                " order"
+            )
         ahead = max(range(len(positions)), key=lambda rank: positions[rank][:2])
         behind = min(range(len(positions)), key=lambda rank: positions[rank][:2])
         return self._passed_over(ahead, behind)

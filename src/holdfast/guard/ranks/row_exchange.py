@@ -6,6 +6,8 @@ these rows until the ranks have either accepted the step or refused it together.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -57,6 +59,8 @@ class RowExchange:
         self._stop = stop
         self.saves = saves
         self._cursor = cursor
+        # The names of the optimizers to step in this attempt.
+        self._optimizers: list[str] = []
         # The exchange that this rank has started in this attempt, or None.
         self._pending: PendingRows | None = None
         # The rows of all ranks. None until the gradients of this attempt are reduced.
@@ -67,8 +71,13 @@ class RowExchange:
 
     # --- an attempt
 
-    def begin_attempt(self) -> None:
-        """Clear the rows of the last attempt."""
+    def begin_attempt(self, optimizers: Sequence[str]) -> None:
+        """Clear the rows of the last attempt.
+
+        Args:
+            optimizers: The names of the optimizers to step in this attempt.
+        """
+        self._optimizers = list(optimizers)
         self._pending = None
         self._rows = None
         self._weights.begin_attempt()
@@ -149,6 +158,9 @@ class RowExchange:
             number=self._messages.steps,
             guard=self._messages.guard,
             stop=self._stop.as_number(),
+            # The names do not fit into a number, but a checksum shows whether they are equal. Their
+            # order matters too: it is the order in which the norms of the gradients are summed.
+            optimizers=zlib.crc32(repr(self._optimizers).encode()),
             **self.position()._asdict(),
             **fields,
         )

@@ -11,15 +11,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
 from holdfast.checkpoint.tensor_files import Share
 from holdfast.core.errors import CheckpointError
+from holdfast.guard.optimizers import optimizers_inside
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.distributed_model import DistributedModel
 from holdfast.guard.ranks.tape import GATHER, NORMS, ROW, SCATTER, Entry, Tape
@@ -337,6 +339,26 @@ def why_unsupported(parameter: torch.Tensor, world_size: int) -> str | None:
     if size != world_size:
         return f"is sharded over {size} of the ranks"
     return _other_than_rows(parameter)
+
+
+def too_few_rows_for_muon(optimizer: Optimizer) -> torch.Tensor | None:
+    """Return a sharded matrix that torch's Muon cannot update, or None.
+
+    Muon multiplies whole matrices, for which DTensor starts collectives. For a matrix with fewer
+    rows than there are shards, the update has no shards that could be added to those of the matrix.
+
+    Args:
+        optimizer: The optimizer, which may be a wrapper.
+    """
+    for holder in (optimizer, *optimizers_inside(optimizer)):
+        if not isinstance(holder, torch.optim.Muon):
+            continue
+        for group in holder.param_groups:
+            for matrix in group["params"]:
+                mesh = matrix.device_mesh
+                if matrix.shape[0] < mesh.size(mesh.ndim - 1):
+                    return cast("torch.Tensor", matrix)
+    return None
 
 
 def _other_than_rows(tensor: DTensor) -> str | None:

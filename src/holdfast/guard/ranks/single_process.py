@@ -41,6 +41,7 @@ class SingleProcess:
     has_group = False
     has_left_group = False
     shards_state = False
+    needs_all_gradients = False
     why_only_retry = None
     why_decide_now = None
     has_late_attempt = False
@@ -93,14 +94,14 @@ class SingleProcess:
 
     # --- a step
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, optimizers: Sequence[str]) -> None:
         """Do nothing: there are no other ranks to synchronize with."""
 
     def loss_of_late_attempt(self) -> torch.Tensor:
         """Return NaN, since there are no other ranks that have computed their loss."""
         return torch.tensor(math.nan)
 
-    def begin_late_attempt(self) -> bool:
+    def begin_late_attempt(self, optimizers: Sequence[str]) -> bool:
         """Return True, since a single process can always make an attempt."""
         return True
 

@@ -25,7 +25,7 @@ class StateTransfer:
 
     Args:
         model: The model that all ranks train.
-        optimizer: The optimizer of the model.
+        optimizers: The optimizers of the model, in the same order on all ranks.
         averages: Averaged models, which are equal on all ranks.
         optimizer_memory: Reduces the memory that optimizers need. All ranks reduce it together.
         messages: The connection to the other ranks.
@@ -35,31 +35,32 @@ class StateTransfer:
         self,
         *,
         model: DistributedModel,
-        optimizer: Optimizer,
+        optimizers: Iterable[Optimizer],
         averages: Iterable[nn.Module],
         optimizer_memory: OptimizerMemory,
         messages: Messages,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = list(optimizers)
         self._averages = list(averages)
         self._optimizer_memory = optimizer_memory
         self._messages = messages
-        # Whether this rank's optimizer has failed in its step, so that the rank needs the state of
-        # a rank whose optimizer has not.
+        # Whether one of this rank's optimizers has failed in its step, so that the rank needs the
+        # state of a rank whose optimizers have not.
         self.is_behind = False
 
     def request(self) -> None:
-        """Request the state of another rank, since this rank's optimizer has failed in its step."""
+        """Request the state of another rank, since one of this rank's optimizers has failed."""
         self.is_behind = True
 
     def catch_up(self, behind: list[bool]) -> None:
-        """If the optimizer has failed on any rank, copy the state of another rank to all ranks.
+        """If an optimizer has failed on any rank, copy the state of another rank to all ranks.
 
-        All ranks must call this at the same point.
+        All ranks must call this at the same point. All optimizers are copied, since the ranks do
+        not know which of them have failed.
 
         Args:
-            behind: For each rank, whether its optimizer failed in the last step.
+            behind: For each rank, whether one of its optimizers failed in the last step.
         """
         if not any(behind):
             return
@@ -67,7 +68,8 @@ class StateTransfer:
         source = _first_healthy(behind)
         group = self._model.group
         device = self._model.device
-        _copy_state(self._optimizer, source, self._messages, group, device)
+        for optimizer in self._optimizers:
+            _copy_state(optimizer, source, self._messages, group, device)
         for average in self._averages:
             for tensor in average.state_dict().values():
                 on_device = tensor.to(device)
@@ -77,17 +79,16 @@ class StateTransfer:
 
 
 def transfer_of(parts: Parts, model: DistributedModel, messages: Messages) -> StateTransfer:
-    """Return a `StateTransfer` for a guard with one optimizer.
+    """Return a `StateTransfer` for the optimizers of a guard.
 
     Args:
         parts: The objects that the guard manages.
         model: The model that all ranks train.
         messages: The connection to the other ranks.
     """
-    (optimizer,) = parts.optimizers.values()
     return StateTransfer(
         model=model,
-        optimizer=optimizer,
+        optimizers=parts.optimizers.values(),
         averages=parts.averages.values(),
         optimizer_memory=OptimizerMemory(parts.optimizers.values()),
         messages=messages,
@@ -140,10 +141,10 @@ def _copy_state(
 
 
 def _first_healthy(behind: list[bool]) -> int:
-    """Return a rank whose optimizer has completed its step.
+    """Return a rank whose optimizers have completed their steps.
 
     Args:
-        behind: For each rank, whether its optimizer failed.
+        behind: For each rank, whether one of its optimizers failed.
 
     Raises:
         OutOfMemoryError: H402 if there is no such rank.

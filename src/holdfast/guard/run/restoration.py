@@ -173,6 +173,8 @@ class Restoration:
             "run directory": self._directory.run_id,
             "state": list(self._parts.states),
             "model": shapes,
+            # The order matters too: it is the order in which the ranks exchange the state.
+            "optimizers": list(self._parts.optimizers),
         }
         for field in fields(self._policy):
             facts[f"policy.{field.name}"] = repr(getattr(self._policy, field.name))

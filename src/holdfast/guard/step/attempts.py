@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -156,17 +156,47 @@ class Attempts:
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return the parameters that may receive gradients, as ``inputs`` for ``backward``.
 
-        Returns None if no other parameters could receive gradients.
+        Returns None if no other parameters could receive gradients, or if the ranks need the
+        gradients of all parameters; see `_keeping_other_gradients`.
+        """
+        if self._ranks.needs_all_gradients or not self._trained_others(parameters):
+            return None
+        return [p for p in parameters if p.requires_grad]
+
+    def _trained_others(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that could receive gradients although no optimizer steps them.
+
+        Args:
+            parameters: The parameters that the optimizers of the current step update.
         """
         ids = list(map(id, parameters))
         if ids != self._stepped_last:
             stepped = set(ids)
             self._stepped_last = ids
             self._others = [p for p in self._all_parameters if id(p) not in stepped]
-        for other in self._others:
-            if other.requires_grad:
-                return [p for p in parameters if p.requires_grad]
-        return None
+        return [p for p in self._others if p.requires_grad]
+
+    @contextlib.contextmanager
+    def _keeping_other_gradients(self, work: Work) -> Iterator[None]:
+        """Return a context for passes that leave the gradients of other parameters unchanged.
+
+        These are parameters that this step does not update. With several ranks, backward has to
+        compute their gradients as well, but a single process would not.
+
+        Args:
+            work: The input of the step.
+        """
+        others = []
+        if self._ranks.needs_all_gradients:
+            others = self._trained_others(work.parameters)
+        gradients = [other.grad for other in others]
+        for other in others:
+            other.grad = None
+        try:
+            yield
+        finally:
+            for other, gradient in zip(others, gradients, strict=True):
+                other.grad = gradient
 
     def make(self, work: Work, plan: StepPlan) -> StepAttempt:
         """Run forward and backward as planned, measure the gradients, and return the result."""
@@ -240,7 +270,8 @@ class Attempts:
         self._passes.begin_attempt()
         work.measured = False
         self._was_measured = False
-        passed = self._observed(work, plan)
+        with self._keeping_other_gradients(work):
+            passed = self._observed(work, plan)
         self._earlier_gradients.add_to_parameters()
         self._verified.update(plan.recompute)
         if reads_results:

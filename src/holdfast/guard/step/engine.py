@@ -154,7 +154,7 @@ class StepEngine:
         """
         self.buffers.states.note_frozen_parameters()
         try:
-            if not self.ranks.begin_late_attempt():
+            if not self.ranks.begin_late_attempt(work.names):
                 return StepAttempt.failed(self.ranks.loss_of_late_attempt())
             self._check_split(work)
             work.attempts += 1
@@ -448,7 +448,7 @@ class StepEngine:
             BatchError: H208 if the loss function has changed the batch, so that it cannot be
                 retried.
         """
-        self.ranks.begin_attempt()
+        self.ranks.begin_attempt(work.names)
         self._check_split(work)
         while True:
             if work.attempts:
@@ -501,7 +501,7 @@ class StepEngine:
             before_retry = work.before_retry
             work.before_retry = None
             before_retry()
-        self.ranks.begin_attempt()
+        self.ranks.begin_attempt(work.names)
         self.buffers.states.capture(look=True)
         if versions_of(work.tensors) != work.versions:
             raise self._safety.batch_was_changed(work.loss_fn, "the step ran out of memory")
