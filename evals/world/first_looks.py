@@ -9,8 +9,8 @@ was made, and the readers knew these causes but not the signatures. The logs bel
 projects and are not kept here.
 
 A look is made once: 1 with commit 6740b2cd on 2026-11-30, and on 2026-12-01 2 with a827753e, 3 with
-124fe9ee, 4 with 711126e8 and 5 with 0a9f19e7. After each of them the signatures were changed because
-of its reports, so these can never be a first look again.
+124fe9ee, 4 with 711126e8 and 5 with 0a9f19e7. After each of them the signatures were changed
+because of its reports, so these can never be a first look again.
 """
 
 from __future__ import annotations
