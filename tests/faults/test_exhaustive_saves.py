@@ -15,6 +15,7 @@ from holdfast.chaos.results import CampaignReport
 from holdfast.core.errors import PolicyError
 
 _SCRIPT = """
+import json
 import os
 import torch
 
@@ -35,6 +36,16 @@ for step in range(first, 6):
         SAVE
 """
 _RENAMED = """torch.save({"model": model.state_dict(), "step": step + 1}, "last.tmp")
+        os.replace("last.tmp", "last.pt")"""
+_TWO_FILES = """torch.save({"model": model.state_dict(), "step": step + 1}, "last.pt")
+        torch.save(step, "step.tmp")
+        os.replace("step.tmp", "step.pt")"""
+_COPIED = """torch.save({"model": model.state_dict(), "step": step + 1}, "new.pt")
+        os.system("cp new.pt last.pt")"""
+_LOGGED = """steps = json.loads(open("log.json").read()) if os.path.exists("log.json") else []
+        with open("log.json", "w") as file:
+            json.dump([*steps, step], file)
+        torch.save({"model": model.state_dict(), "step": step + 1}, "last.tmp")
         os.replace("last.tmp", "last.pt")"""
 _IN_PLACE = """torch.save({"model": model.state_dict(), "step": step + 1}, "last.pt")"""
 _GUARDED = """
@@ -86,6 +97,33 @@ def test_a_save_in_place_is_found(tmp_path: Path) -> None:
 
     assert report.rows[0].result == "does not survive"
     assert "write to last.pt" in report.rows[0].fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("save", "change"),
+    [
+        (_TWO_FILES, "write to last.pt"),
+        (_COPIED, "write to last.pt"),
+        (_LOGGED, "write to log.json"),
+    ],
+    ids=["first of two files", "copied by another process", "log before the save"],
+)
+def test_every_file_that_a_save_changes_is_tried(tmp_path: Path, save: str, change: str) -> None:
+    """The unsafe change is not in the last call of `torch.save`, but before or after it."""
+    report = tried(tmp_path, _SCRIPT.replace("SAVE", save))
+
+    results = {row.fault.partition(": ")[2]: row.result for row in reversed(report.rows)}
+    assert results[change] == "does not survive"
+
+
+@pytest.mark.slow
+def test_a_killed_call_is_never_made(tmp_path: Path) -> None:
+    """Before the rename, the older checkpoint is in place, so its steps are repeated."""
+    report = tried(tmp_path, _SCRIPT.replace("SAVE", _RENAMED))
+
+    (row,) = [row for row in report.rows if "rename last.tmp" in row.fault]
+    assert row.comparison["steps_again"] == 2
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from holdfast.chaos.command_check import check_command
 from holdfast.chaos.comparison.differences import RunDifference
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.comparison.timeline import TrialComparison, compare, compare_undisturbed, losses
-from holdfast.chaos.fault_plans import Fault, FaultDraw, watch_changes
+from holdfast.chaos.fault_plans import Fault, FaultDraw
 from holdfast.chaos.injection.plan import Injection
 from holdfast.chaos.judgement import TrialCase, judge
 from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
@@ -174,7 +174,7 @@ class Campaign:
         if self._only:
             faults = [fault for fault in faults if fault.kind in self._only]
         if self._exhaustive_saves:
-            faults += draw.kill_before_each(self._changes_of_save(draw.watched_save))
+            faults += draw.kill_before_each(self._changes_of_save(draw.watch))
         faults = _first_of_each_kind_first(faults)
         estimate = _estimate(faults, baseline.first.last.seconds)
         self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
@@ -204,18 +204,18 @@ class Campaign:
             versions=_versions(reference),
         )
 
-    def _changes_of_save(self, number: int | None) -> tuple[str, ...]:
+    def _changes_of_save(self, watch: Injection | None) -> tuple[str, ...]:
         """Run the command once more, and return descriptions of the changes that a save makes.
 
         Args:
-            number: The number of the save.
+            watch: The injection that lists the changes. None if there is no such save.
 
         Raises:
             PolicyError: H729 if there is no such save, or if its system calls cannot be watched.
         """
         why = "no save is followed by another step"
-        if number is not None:
-            attempt = run_trial(self._bench, watch_changes(number)).last
+        if watch is not None:
+            attempt = run_trial(self._bench, watch).last
             if attempt.changes:
                 return attempt.changes
             why = "the save changed no file of the working directory"

@@ -119,38 +119,47 @@ class FaultDraw:
     # --- every change to a file -----------------------------------------------------------------
 
     @property
-    def watched_save(self) -> int | None:
-        """Return the number of the save that `kill_before_each` is about. None without a save.
+    def watch(self) -> Injection | None:
+        """Return an injection that lists the changes that a save makes to files.
 
-        It is the last save after which steps remain. Unlike the first one, it replaces files and
-        may remove old ones.
+        None if no save is followed by another step. The save is the last one of which this is
+        true. Unlike the first one, it replaces files and may remove old ones.
+
+        The list begins with the end of the step before the save, because a script may change
+        several files, and some of them before its first call of `torch.save`.
         """
-        numbers = [
-            number
-            for number, save in enumerate(self._saves, start=1)
-            if save.steps_made < self._step_count
-        ]
-        return numbers[-1] if numbers else None
+        step = self._step_of_watched_save
+        if step is None:
+            return None
+        if step == 0:
+            return Injection(action=Action.WATCH_CHANGES, moment=Moment.SAVE_BEGINS, count=1)
+        return Injection(action=Action.WATCH_CHANGES, moment=Moment.AFTER_STEP, count=step)
+
+    @property
+    def _step_of_watched_save(self) -> int | None:
+        steps = [save.steps_made for save in self._saves if save.steps_made < self._step_count]
+        return steps[-1] if steps else None
 
     def kill_before_each(self, changes: Sequence[str]) -> list[Fault]:
-        """Return faults that kill the process before each change to a file, in `watched_save`.
+        """Return faults that kill the process before each change to a file that `watch` lists.
 
         Writes in the middle of a file come last, because a reader usually treats all incomplete
         files alike.
 
         Args:
-            changes: Descriptions of the system calls by which the save changes files, in order.
+            changes: Descriptions of the system calls that change files, in order.
         """
-        number = self.watched_save
-        assert number is not None
-        save = _name_of_save(number, self._saves[number - 1])
+        watch = self.watch
+        assert watch is not None
         at_boundaries = []
         in_the_middle = []
         previous = None
         for call, change in enumerate(changes, start=1):
-            injection = replace(watch_changes(number), change_number=call)
-            description = f"SIGKILL before change {call} of {len(changes)} in {save}: {change}"
-            fault = Fault(kind="save", description=description, injection=injection)
+            injection = replace(watch, change_number=call)
+            place = f"change {call} of {len(changes)} after step {self._step_of_watched_save}"
+            fault = Fault(
+                kind="save", description=f"SIGKILL before {place}: {change}", injection=injection
+            )
             if change == previous:
                 in_the_middle.append(fault)
             else:
@@ -400,11 +409,6 @@ class FaultDraw:
         if part is not None:
             position = (part + position) / RANDOM_KILLS
         return lowest + int((self._step_count - lowest) * position)
-
-
-def watch_changes(save_number: int) -> Injection:
-    """Return an injection that lists the system calls by which a save changes files."""
-    return Injection(action=Action.WATCH_CHANGES, moment=Moment.SAVE_BEGINS, count=save_number)
 
 
 def _name_of_save(number: int, save: RecordedSave) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 from holdfast.chaos.injection.listener import CallListener, SuspendedCall
-from holdfast.chaos.injection.plan import WATCH_ENDED_FILE, AttemptPlan
+from holdfast.chaos.injection.plan import MET_FILE, WATCH_ENDED_FILE, AttemptPlan
 from holdfast.chaos.injection.seccomp import ARCHITECTURES, FTRUNCATE, PathCall
 
 # The longest path in Linux, in bytes.
@@ -21,12 +22,12 @@ _INT_VALUES = 1 << 32
 
 
 class ChangeWatcher(CallListener):
-    """Lists the system calls that change files in the workplace, until the save has ended.
+    """Lists the system calls that change files in the workplace, until the watch has ended.
 
     Args:
         folder: The trace folder of the attempt; see `CallListener`.
-        plan: The plan of the attempt. If the plan's injection has a `change_number`, the process is
-            killed before this call, counted from 1.
+        plan: The plan of the attempt. If the plan's injection has a `change_number`, the process
+            that trains is killed before this call, counted from 1.
     """
 
     def __init__(self, folder: Path, plan: AttemptPlan) -> None:
@@ -45,9 +46,22 @@ class ChangeWatcher(CallListener):
             return 0
         self.changes.append(change)
         if len(self.changes) == self._injection.change_number:
-            # The call is never made, because the kernel ends the process while it is suspended.
-            os.kill(call.process, signal.SIGKILL)
+            self._kill(call.process)
+            # On a busy machine, the kernel may process this answer before the signal. So the call
+            # must not continue, or the kill would come after the change.
+            return errno.EINTR
         return 0
+
+    def _kill(self, caller: int) -> None:
+        """Kill the process that trains, and the one that makes the call.
+
+        They differ if the script lets another process write, such as ``cp`` or a forked one. If
+        only that process died, the script would continue, and its next save would hide the damage.
+        """
+        trainer = int((self._folder / MET_FILE).read_text())
+        for process in (trainer, caller):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def _describe(self, call: SuspendedCall) -> str | None:
         """Return a description of a call, or None if it changes no file in the workplace."""

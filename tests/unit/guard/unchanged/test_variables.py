@@ -287,6 +287,47 @@ def test_frozen_objects_keep_attributes_that_are_not_saved() -> None:
     assert restored == [Settings(halved, 0.1, [2]), Settings(halved, 0.1, [2])]
 
 
+def test_counter_on_a_module_of_torch_is_restored() -> None:
+    """Scripts keep counters in attributes such as ``model.global_step``."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LSTM(2, 2))
+    model.global_step = 7
+    held = frozenset(map(id, [model, *model.parameters()]))
+    state = saved(model, held)
+
+    model.global_step = 0
+    VariableReader(held).value_of(state, model)
+
+    assert model.global_step == 7
+
+
+class SlowWeights(torch.optim.SGD):
+    """An optimizer of the script, with state that its ``state_dict`` lacks."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, 0.1)
+        self.calls = 0
+        self.slow = [parameter.detach().clone() for parameter in parameters]
+
+
+@pytest.mark.parametrize("make", [SlowWeights, lambda parameters: torch.optim.SGD(parameters, 0.1)])
+def test_optimizer_keeps_what_its_state_dict_lacks(make: Any) -> None:
+    """The guard saves only the ``state_dict`` of an optimizer."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer, restarted = make([weight]), make([weight])
+    optimizer.calls = 7
+    if isinstance(optimizer, SlowWeights):
+        optimizer.slow[0] += 3
+    groups = restarted.param_groups
+    state = saved(optimizer, frozenset({id(optimizer), id(weight)}))
+
+    VariableReader(frozenset({id(restarted), id(weight)})).value_of(state, restarted)
+
+    assert restarted.calls == 7
+    assert restarted.param_groups is groups
+    if isinstance(restarted, SlowWeights):
+        assert restarted.slow[0].tolist() == [3, 3]
+
+
 def test_modules_of_the_guard_are_left_to_it() -> None:
     """The weights of a model that the guard saves are not saved twice."""
     module = torch.nn.Linear(2, 2)

@@ -32,6 +32,8 @@ with these entries. `id` is a number by which other saved values refer to the sa
 ``module``: a torch module
     `id`: None if the guard saves the module, `class`, `attributes_of_parts`, `state`: None if the
     guard saves all its tensors
+``optimizer``
+    `id`, `class`, `attributes`: those that its ``state_dict`` lacks
 ``stateful``: any other object with a ``state_dict``
     `class`, `state`
 ``generator``: a random generator
@@ -85,17 +87,18 @@ MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.
 # NumPy's one-letter dtype kinds of the scalars that a checkpoint can store: booleans and numbers.
 _NUMBER_KINDS = "biufc"
 _PLAIN_CLASSES = (argparse.Namespace, types.SimpleNamespace)
-# The kinds of instances of some classes and of classes derived from them. Optimizers are omitted
-# because the guard saves them.
+# The kinds of instances of some classes and of classes derived from them.
 _KINDS_OF_OBJECTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (nn.Module, "module"),
     (DataLoader, "loader"),
     (GENERATOR_TYPES, "generator"),
     (Dataset, "dataset"),
-    (torch.optim.Optimizer, "omitted"),
+    (torch.optim.Optimizer, "optimizer"),
 )
 # The attributes of every module, which torch manages.
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+# The attributes of every optimizer, which torch manages.
+_ATTRIBUTES_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 # A container with more entries than this is considered to be data. The script creates it again in
 # each attempt, so it is not saved.
 MOST_ENTRIES = 1_000_000
@@ -258,16 +261,38 @@ FACTORIES = {
 def attributes_of_module(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its ``state_dict`` lacks.
 
-    These are the attributes that a class of the script adds, torch's flag ``training``, and buffers
-    that are registered with ``persistent=False``.
+    These are torch's flag ``training``, the attributes that `_added_attributes` returns, and
+    buffers that are registered with ``persistent=False``.
     """
     attributes: dict[str, Any] = {"training": module.training}
-    if is_script_class(type(module)):
-        added_names = vars(module).keys() - _ATTRIBUTES_OF_MODULES
-        attributes |= {name: vars(module)[name] for name in sorted(added_names)}
+    attributes |= _added_attributes(module, _ATTRIBUTES_OF_MODULES)
     for name in module._non_persistent_buffers_set:
         attributes[name] = module._buffers.get(name)
     return attributes
+
+
+def attributes_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that its ``state_dict`` lacks, such as a counter.
+
+    The optimizer may be a class of the script that has no ``state_dict`` of its own.
+    """
+    return _added_attributes(optimizer, _ATTRIBUTES_OF_OPTIMIZERS)
+
+
+def _added_attributes(value: Any, names_of_torch: frozenset[str]) -> dict[str, Any]:
+    """Return the attributes of a module or an optimizer that torch does not manage.
+
+    If its class is not of the script, these are only numbers and strings: the library may keep
+    tensors in other attributes, for example the weights of an LSTM in a list, but scripts add
+    counters such as ``model.global_step``.
+    """
+    is_of_script = is_script_class(type(value))
+    return {
+        name: attribute
+        for name, attribute in sorted(vars(value).items())
+        if name not in names_of_torch
+        and (is_of_script or (type(attribute) in SCALARS and not name.startswith("_")))
+    }
 
 
 def attributes_of_class(cls: type) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class VariableReader:
             "placeholder": self._placeholder,
             "plain": lambda saved, _: saved["value"],
             "module": self._module,
+            "optimizer": self._optimizer,
             "stateful": self._stateful,
             "generator": self._generator,
             "dataset": self._dataset,
@@ -389,6 +390,12 @@ class VariableReader:
                 attributes.pop(buffer), module._buffers.get(buffer)
             )
         self._set_attributes(vars(module), attributes)
+
+    def _optimizer(self, saved: Saved, live: Any) -> Any:
+        if isinstance(live, torch.optim.Optimizer) and class_name(type(live)) == saved["class"]:
+            self._objects[saved["id"]] = live
+            self._set_attributes(vars(live), saved["attributes"])
+        return live
 
     def _unguarded_module(self, saved: Saved, live: Any) -> Any:
         """Return a module for a saved one that the guard does not save.

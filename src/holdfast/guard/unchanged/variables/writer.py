@@ -28,6 +28,7 @@ from holdfast.guard.unchanged.variables.kinds import (
     attributes_of_class,
     attributes_of_module,
     attributes_of_object,
+    attributes_of_optimizer,
     can_be_stored,
     class_name,
     has_type,
@@ -90,6 +91,7 @@ class VariableWriter:
             "tensor": self._tensor,
             "array": self._array,
             "module": self._module,
+            "optimizer": self._optimizer,
             "stateful": self._stateful,
             "generator": self._generator,
             "dataset": self._dataset,
@@ -135,7 +137,7 @@ class VariableWriter:
             return {"kind": "enum", "class": class_name(type(value)), "name": value.name}
         if kind == "omitted":
             return _omitted(value)
-        if id(value) in self._guarded_ids:
+        if id(value) in self._guarded_ids and kind != "optimizer":
             return self._guarded(value, kind)
         if id(value) in self._numbers:
             return {"kind": "same", "id": self._numbers[id(value)]}
@@ -274,6 +276,15 @@ class VariableWriter:
             "class": class_name(type(value)),
             "attributes_of_parts": attributes_of_parts,
             "state": state,
+        }
+
+    def _optimizer(self, value: torch.optim.Optimizer, number: int) -> Saved:
+        # The guard saves the rest.
+        return {
+            "kind": "optimizer",
+            "id": number,
+            "class": class_name(type(value)),
+            "attributes": self._attributes(attributes_of_optimizer(value)),
         }
 
     def _stateful(self, value: Any, _number: int) -> Saved:
