@@ -5,16 +5,18 @@ boundary: the batch, the random state, the settings of the optimizers, and the i
 variables of the function that trains. A difference shows that the script depends on something that
 no checkpoint holds.
 
-Floats and strings are compared too, but may differ: many scripts keep times and names of files that
-contain a date.
+Floats, strings and integers with the name of a time are compared too, but may differ: many scripts
+keep times and names of files that contain a date.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ _MOST_BYTES = 16 << 20
 _MOST_ELEMENTS = 1024
 # `json.dumps` would create an encoder in every step.
 _encode = json.JSONEncoder(default=str).encode
+# Words that show that an integer is a time, which differs from attempt to attempt.
+_NAME_OF_TIME = re.compile(
+    r"(?:^|_)(?:secs?|seconds|mins|minutes|hours|elapsed|eta|time(?!_?steps?)|timestamp|duration)"
+    r"(?:$|_)",
+    re.IGNORECASE,
+)
 # The depth to which nested batches are compared.
 _MOST_LEVELS = 4
 
@@ -54,15 +62,23 @@ def describe_boundary(
         "random": _digest_of_random_state(random_state),
         "settings": {name: _settings_of(optimizer) for name, optimizer in optimizers.items()},
         "integers": {
-            name: value for name, value in variables.items() if type(value) in (int, bool)
+            name: value
+            for name, value in variables.items()
+            if type(value) in (int, bool) and not _is_time(name)
         },
         # `repr` is exact for floats and lets NaN equal itself. A hash keeps the line short.
         "floats_and_strings": {
             name: zlib.crc32(repr(value).encode())
             for name, value in variables.items()
-            if type(value) in (float, str)
+            if type(value) in (float, str) or (type(value) is int and _is_time(name))
         },
     }
+
+
+@cache
+def _is_time(name: str) -> bool:
+    """Return whether a variable is a time by its name, such as ``epoch_secs``."""
+    return _NAME_OF_TIME.search(name) is not None
 
 
 def _digest_of_batch(batch: Any, level: int) -> int:

@@ -590,13 +590,34 @@ class Counting(torch.utils.data.Dataset[int]):
 
 
 def test_numbers_of_a_dataset_are_restored() -> None:
-    """A counter in a dataset continues, and its samples are not saved."""
+    """A counter and a short list in a dataset continue."""
     data = Counting()
     data.served = 7
+    data.samples.append(4)
     tree = saved(data)
     fresh = Counting()
 
     VariableReader().value_of(tree, fresh)
 
     assert fresh.served == 7
-    assert "samples" not in str(tree)
+    assert fresh.samples == [1, 2, 3, 4]
+
+
+def test_samples_of_a_dataset_are_saved_once_they_change() -> None:
+    """A long list is data that the script makes again, unless it or a tensor in it has changed."""
+    data = Counting()
+    data.samples = [torch.zeros(2), *range(20_000)]
+    large_data = LargeData()
+    large_data.is_recording = True
+    VariableWriter(frozenset(), large_data).saved(data)
+    large_data.is_recording = False
+
+    def saved_samples() -> Any:
+        return VariableWriter(frozenset(), large_data).saved(data)["attributes"]["samples"]
+
+    assert saved_samples() == {"kind": "unchanged"}
+    data.samples[0].add_(1)
+    assert len(saved_samples()["items"]) == 20_001
+    data.samples[0] = torch.zeros(2)
+    data.samples.append(5)
+    assert len(saved_samples()["items"]) == 20_002

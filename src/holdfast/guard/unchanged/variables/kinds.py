@@ -203,12 +203,22 @@ def attributes_of_object(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def numbers_of_dataset(dataset: Dataset[Any]) -> dict[str, Any]:
-    """Return the attributes that may change while samples are made. All others are data."""
+def attributes_of_dataset(dataset: Dataset[Any]) -> dict[str, Any]:
+    """Return the attributes of a dataset of the script that training may change.
+
+    These are numbers and strings, such as an epoch, and data that the script may replace, such as
+    pseudo-labels or a list of the samples that are still used. Other objects, such as transforms
+    and open files, are left out.
+    """
     if not is_script_class(type(dataset)):
         return {}
-    attributes = attributes_of_object(dataset)
-    return {name: value for name, value in attributes.items() if type(value) in (bool, int, float)}
+    return {
+        name: value
+        for name, value in attributes_of_object(dataset).items()
+        if type(value) in SCALARS
+        or is_container(value)
+        or has_type(value, (torch.Tensor, np.ndarray))
+    }
 
 
 def slots_of(cls: type) -> Iterator[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast.guard.unchanged.variables.kinds import SMALL_BYTES
+from holdfast.guard.unchanged.variables.kinds import SCALARS, SMALL_BYTES, is_container
 
 # On an accelerator, a checksum adds up this number of bytes at once.
 _BYTES_OF_CHECKSUM_ROW = 4096
+# A container of numbers and strings with at most this number of entries is always saved.
+_MOST_ENTRIES_OF_SHORT = 10_000
+# The depth to which containers in a container are compared.
+_MOST_LEVELS = 8
 
 
 class LargeData:
@@ -28,6 +33,8 @@ class LargeData:
         # array, by `id`. The objects are kept alive so that their ids are not reused.
         self._tensors: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._arrays: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
+        # The contents of each container of a dataset when training began, by `id`.
+        self._containers: dict[int, tuple[Any, tuple[list[Any], list[int]]]] = {}
 
     def _record(self, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
@@ -47,6 +54,65 @@ class LargeData:
         if id(value) in self._arrays:
             return _checksum(value) == self._arrays[id(value)][1]
         return False
+
+    def is_unchanged_container(self, value: Any) -> bool:
+        """Return whether a container of a dataset was recorded, and still has the same contents.
+
+        A dataset may hold a list of a hundred thousand samples, so its entries are compared by
+        identity. A change inside an entry is noticed if the entry is a container, a tensor or a
+        small array. A short container of numbers and strings is never recorded, because it costs
+        nothing to save.
+        """
+        if not is_container(value) or _is_short(value):
+            return False
+        if self.is_recording:
+            self._containers[id(value)] = (value, _contents(value))
+        if id(value) not in self._containers:
+            return False
+        entries, versions = _contents(value)
+        recorded_entries, recorded_versions = self._containers[id(value)][1]
+        return (
+            len(entries) == len(recorded_entries)
+            and all(map(operator.is_, entries, recorded_entries))
+            and versions == recorded_versions
+        )
+
+
+def _is_short(container: Any) -> bool:
+    """Return whether a container has only a few entries, which are all numbers or strings."""
+    if len(container) > _MOST_ENTRIES_OF_SHORT:
+        return False
+    values = container.values() if isinstance(container, dict) else container
+    return {type(value) for value in values} <= set(SCALARS)
+
+
+def _contents(container: Any, levels: int = _MOST_LEVELS) -> tuple[list[Any], list[int]]:
+    """Return the keys and entries of a container, and a number for the state of some of them.
+
+    Args:
+        container: The container.
+        levels: The depth to which containers inside it are searched.
+    """
+    entries: list[Any] = []
+    versions: list[int] = []
+    if isinstance(container, dict):
+        entries += container.keys()
+        values = list(container.values())
+    else:
+        values = list(container)
+    entries += values
+    for value in values:
+        if type(value) in SCALARS:
+            continue
+        if is_container(value) and levels > 1:
+            inner_entries, inner_versions = _contents(value, levels - 1)
+            entries += inner_entries
+            versions += inner_versions
+        elif isinstance(value, torch.Tensor) and not value.is_inference():
+            versions.append(value._version)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            versions.append(_checksum(value) if value.nbytes <= SMALL_BYTES else value.nbytes)
+    return entries, versions
 
 
 def _checksum(array: np.ndarray[Any, Any]) -> int:

@@ -29,9 +29,9 @@ from holdfast.guard.unchanged.variables.kinds import (
     MAPPINGS,
     SCALARS,
     Saved,
+    attributes_of_dataset,
     attributes_of_object,
     class_name,
-    numbers_of_dataset,
     slots_of,
     storage_address,
     variables_of_closure,
@@ -452,15 +452,18 @@ class VariableReader:
     def _dataset(self, saved: Saved, live: Any) -> Any:
         if isinstance(live, Dataset):
             self._objects[saved["id"]] = live
-            numbers = saved["numbers"]
-            for name in numbers.keys() & numbers_of_dataset(live).keys():
-                _set_attribute(live, name, numbers[name])
+            present = attributes_of_dataset(live)
+            for name, attribute in saved["attributes"].items():
+                value = self.value_of(attribute, present.get(name, MISSING))
+                if value is not MISSING and value is not present.get(name, MISSING):
+                    _set_attribute(live, name, value)
         return live
 
     def _loader(self, saved: Saved, live: Any) -> Any:
         if live is not MISSING:
             restore_sources(live, saved["sources"])
             self.restore_samplers(live, saved["samplers"])
+            self.value_of(saved["dataset"], live.dataset)
         return live
 
     def restore_samplers(self, loader: Any, saved: Iterable[Saved]) -> None:

@@ -26,6 +26,7 @@ from holdfast.guard.unchanged.variables.kinds import (
     Saved,
     SavedVariables,
     attributes_of_class,
+    attributes_of_dataset,
     attributes_of_module,
     attributes_of_object,
     attributes_of_optimizer,
@@ -34,7 +35,6 @@ from holdfast.guard.unchanged.variables.kinds import (
     has_type,
     has_variables,
     kind_of,
-    numbers_of_dataset,
     storage_address,
     variables_of_closure,
 )
@@ -299,13 +299,20 @@ class VariableWriter:
         return {"kind": "generator", "state": state_of_generator(value)}
 
     def _dataset(self, value: Any, number: int) -> Saved:
-        return {"kind": "dataset", "id": number, "numbers": numbers_of_dataset(value)}
+        attributes = {
+            name: {"kind": "unchanged"}
+            if self._large_data.is_unchanged_container(attribute)
+            else self.saved(attribute)
+            for name, attribute in attributes_of_dataset(value).items()
+        }
+        return {"kind": "dataset", "id": number, "attributes": attributes}
 
     def _loader(self, value: Any, _number: int) -> Saved:
         return {
             "kind": "loader",
             "sources": states_of_sources(value),
             "samplers": self.saved_samplers(value),
+            "dataset": self.saved(value.dataset),
         }
 
     def saved_samplers(self, loader: Any) -> list[Saved]:
