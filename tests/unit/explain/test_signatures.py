@@ -71,6 +71,8 @@ def test_few_kinds_of_unknown_failures_have_a_fix() -> None:
         "a file does not exist",
         "the configuration and the code have different keys",
         "a variable has no value",
+        "no process group was initialized",
+        "the samples of a batch have different lengths and were not padded",
     }
 
 
