@@ -64,7 +64,8 @@ Factory = Annotated[
             ' "batch"} with loss_fn(batch) or loss_fn(model, batch); or, instead of "loss_fn", a'
             ' "step": step(batch), step(model, batch) or step(guard, batch). Both must work with'
             ' any number of samples. With an "evaluate", evaluate(batch) or evaluate(model, batch),'
-            ' and perhaps an "evaluation_batch", the evaluation is forecast too. Or the config.json'
+            ' and perhaps an "evaluation_batch", the evaluation is forecast too;'
+            " without an optimizer, only the evaluation. Or the config.json"
             " of a Hugging Face model, whose task, seq_len, lora_r, dtype and optimizer you can set"
             " with --set."
         ),
@@ -166,8 +167,8 @@ Margin = Annotated[
     typer.Option(
         metavar="SIZE",
         help=(
-            "Device memory to keep free, such as 1GiB. Default: 10 % on H100 SXM and H200, 22 % on"
-            " any other device."
+            "Device memory to keep free, such as 1GiB. Default: 10 % on a single H100 SXM or H200,"
+            " 22 % on any other device and with --gpus."
         ),
     ),
 ]

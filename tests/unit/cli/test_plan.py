@@ -241,6 +241,18 @@ def test_a_parameter_that_cannot_be_set_or_varied_is_refused(factory, option, ru
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
+def test_a_model_that_limits_the_parameter_is_named_as_such():
+    """The device has room for more than the model allows."""
+    options = ["--device", "2GiB", "--margin", "1GiB", "--precision", "fp32"]
+    error = refused(*options, "--vary", "seq_len=16", factory="of_limited_length")
+    assert error["rule"] == "H414"
+    assert "64 positions" in error["what"]
+    assert "would fit" in error["what"]
+    assert "--set seq_len" in error["fix"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_fixed_micro_batch_needs_more_memory_if_gradients_are_accumulated():
     """The gradients of earlier micro-batches are kept while the next ones are computed."""
     options = ["--device", "L4", "--precision", "fp32", "--micro-batch-size", "4", "--json"]

@@ -184,6 +184,19 @@ def of_length(seq_len: int = 32, width: int = 64) -> dict[str, Any]:
     return _job(model, batch, lambda batch: model(batch).square().mean())
 
 
+def of_limited_length(seq_len: int = 32) -> dict[str, Any]:
+    """Have a table with positions for 64 elements."""
+    model = SquareAttention(64, 16)
+    batch = torch.randn(4, seq_len, 16)
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        assert batch.shape[1] <= 64, "the table has 64 positions"
+        shown = batch + model.positions[: batch.shape[1]]
+        return model.attention(shown, shown, shown)[0].square().mean()
+
+    return _job(model, batch, loss_fn)
+
+
 def of_depth(depth: int = 2) -> dict[str, Any]:
     """Have a parameter that changes the number of operations."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))

@@ -485,7 +485,12 @@ class Forecaster:
                 f"verifying the plan for {target.device.name} with {_size_of(best, target)}"
             )
             step = steps[best.precision]
-            verification = self._verify(best, step, target)
+            try:
+                verification = self._verify(best, step, target)
+            except HoldfastError as error:
+                if target.variation is None:
+                    raise
+                raise _failed_with_value(error, target.variation.name, best) from error
             plan = replace(
                 plan,
                 trace=_step_in_memory(best, step, target),
@@ -574,6 +579,22 @@ def _why_refused(plan: MemoryPlan, margin_bytes: int, target: Target) -> str:
     return (
         f"a plan for {target.device.name} was rejected: {settings} did not fit when traced, so the"
         f" margin was raised to {margin_bytes / GIB:.2f} GiB"
+    )
+
+
+def _failed_with_value(error: HoldfastError, name: str, plan: MemoryPlan) -> HoldfastError:
+    """Return the error for a step that fails with a value that would fit the device.
+
+    Many models have a largest value, such as the number of positions in a table.
+    """
+    return type(error)(
+        f"{name}={plan.value} would fit {plan.device}, but the step fails with it: {error.what}",
+        limit=error.limit,
+        fix=(
+            f"if the model has a largest {name}, it fits; check this with --set {name}=LARGEST"
+            f" instead of --vary. Otherwise, make the model work with any {name}."
+        ),
+        rule=error.rule,
     )
 
 
