@@ -19,7 +19,7 @@ class RulePage:
     """A page with rules.
 
     Attributes:
-        name: The name of the file in ``docs/rules``, without its ending.
+        name: The name of the file in ``docs/rules``, without its extension.
         title: The heading of the page.
         families: What the page holds: leading digits of rules such as ``"H1"`` for H1xx, or
             families of signatures such as ``"hang"``.
@@ -45,7 +45,7 @@ PAGES = (
     RulePage("commands", "Commands and unchanged scripts", ("H7",)),
     RulePage("learning", "Runs that do not learn", ("H8",)),
     RulePage("ended-memory", "Ended: out of memory", ("out of memory", "host out of memory")),
-    RulePage("ended-hang", "Ended: it stood still", ("hang",)),
+    RulePage("ended-hang", "Ended: hang", ("hang",)),
     RulePage("ended-ranks", "Ended: several ranks", ("distributed",)),
     RulePage("ended-loading", "Ended: loading of data", ("loader",)),
     RulePage(

@@ -79,6 +79,9 @@ def test_the_task_chooses_the_head_and_the_labels(tmp_path, fields, task, labels
     """A classification has a label per sample, and a language model one per token."""
     job = build(written(tmp_path, fields), task=task, seq_len=16)
     assert job["batch"]["labels"].shape == labels
+    if task == "sequence-classification":
+        # Without it, decoder models refuse batches of more than one sample.
+        assert job["model"].config.pad_token_id is not None
 
 
 def test_the_weights_have_the_requested_data_type_and_the_optimizer_its_class(tmp_path):
@@ -113,6 +116,8 @@ def test_adapters_are_made_by_peft_for_the_task(tmp_path, monkeypatch):
         (LLAMA, {"dtype": "int4"}, "H421", "fp32"),
         (LLAMA, {"optimizer": "Adamw"}, "H421", "torch.optim"),
         (LLAMA, {"lora_r": -1}, "H421", "at least 1"),
+        (LLAMA, {"seq_len": 0}, "H421", "at least 1"),
+        (LLAMA, {"seq_len": 1, "task": "generate"}, "H421", "at least 2"),
         (LLAMA, {"lora_r": 4, "task": "generate"}, "H421", "adapters"),
         ({**LLAMA, "model_type": "lama"}, {}, "H111", "llama"),
         ({"vocab_size": 1}, {}, "H421", "model_type"),

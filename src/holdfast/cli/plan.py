@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,13 @@ from holdfast.cli.output import (
     print_json,
     working,
 )
-from holdfast.cli.plan_output import as_json, as_yaml, print_forecast, print_overview
+from holdfast.cli.plan_output import (
+    as_json,
+    as_yaml,
+    has_policy,
+    print_forecast,
+    print_overview,
+)
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.core.files import SHARED
@@ -211,6 +218,12 @@ def run(
         devices = tuple(find_device(name) for name in device or COMMON_DEVICES)
         arguments = _read_settings(setting or ())
         if factory.endswith(".json"):
+            if "config" in arguments:
+                raise _invalid_option(
+                    "--set config with a config.json",
+                    "the file is the first argument of the command",
+                    "leave out --set config.",
+                )
             arguments["config"] = factory
             factory = _CONFIG_FACTORY
         variation = _read_vary(vary, arguments)
@@ -231,16 +244,17 @@ def run(
             # The overview recommends no plan, so there is none to verify.
             verify=verify and bool(device),
         )
-        _check_out(out, len(devices))
+        _check_out(out, len(devices), sharding)
         with working("holdfast plan: tracing a step") as show_progress:
             forecast = make_forecast(request, lambda text: show_progress(f"holdfast plan: {text}"))
         is_written = _write(forecast, out)
     _show(forecast, is_overview=not device, as_json_only=json)
     if out is not None:
         _report_written(out, is_written=is_written, as_json_only=json)
-    # An overview answers which devices will do; otherwise, the named devices must all do.
-    enough = all if device else any
-    if not enough(plan.fits for plan in forecast.plans):
+    fits = [plan.fits for plan in forecast.plans]
+    # The named devices must all do. The overview asks which ones do, so one is enough.
+    succeeded = all(fits) if device else any(fits)
+    if not succeeded:
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -288,11 +302,12 @@ def _check_torch() -> None:
         )
 
 
-def _check_out(out: Path | None, devices: int) -> None:
+def _check_out(out: Path | None, devices: int, sharding: Sharding | None) -> None:
     """Check that the plan can be written, before spending time on the forecast.
 
     Raises:
-        PolicyError: H421 if there are several devices, H704 if the file cannot be written.
+        PolicyError: H421 if there are several devices or no policy describes the plan, H704 if the
+            file cannot be written.
     """
     if out is None:
         return
@@ -301,6 +316,12 @@ def _check_out(out: Path | None, devices: int) -> None:
             f"--out for {devices} devices",
             "a policy describes one device",
             "pass a single --device.",
+        )
+    if sharding is not None and not has_policy(sharding):
+        raise _invalid_option(
+            f"--out with --shard {sharding.kind}",
+            "a Guard does not split the batches of a sharded model, so no policy describes this",
+            "leave out --out, and set the batch size of the loader to the recommended one.",
         )
     check_writable(out)
 
@@ -366,9 +387,11 @@ def _read_value(text: str) -> Argument:
         return text.lower() == "true"
     for kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
         except ValueError:
             continue
+        # "nan" and "inf" are more likely names, and JSON has no such numbers.
+        return number if math.isfinite(number) else text
     return text
 
 

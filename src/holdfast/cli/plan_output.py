@@ -27,7 +27,7 @@ from holdfast.forecast.plan.forecasting import (
     ForecastRequest,
 )
 from holdfast.forecast.plan.planning import MOST_SAMPLES, MemoryPlan, Target, with_relative_times
-from holdfast.forecast.plan.sharding import IMPLEMENTATIONS
+from holdfast.forecast.plan.sharding import IMPLEMENTATIONS, Sharding
 from holdfast.forecast.trace.events import Assumption, shares_of
 
 _MIB = 1 << 20
@@ -230,7 +230,7 @@ def _print_recommendation(plan: DeviceForecast, *, trains: bool) -> None:
         return
     policy = ", ".join(f"{name}={value!r}" for name, value in best.policy().items())
     typer.echo(f"Recommended for {best.device}: {_summary(best, plan.target)}")
-    if trains:
+    if trains and has_policy(plan.target.sharding):
         typer.echo(f"  Policy({policy})")
     margin = _explain_margin(plan)
     if margin:
@@ -245,6 +245,14 @@ def _print_recommendation(plan: DeviceForecast, *, trains: bool) -> None:
         if verification.evaluation is not None:
             typer.echo(f"  {_compare_evaluation(verification.evaluation, plan)}")
     typer.echo("")
+
+
+def has_policy(sharding: Sharding | None) -> bool:
+    """Return whether a `Guard` can put a plan into effect.
+
+    It does not split the batches of a sharded model, and refuses sharded optimizer states.
+    """
+    return sharding is None or sharding.kind == "ddp"
 
 
 def _compare_evaluation(evaluation: EvaluationForecast, plan: DeviceForecast) -> str:
@@ -313,7 +321,9 @@ def _explain_no_fit(plan: DeviceForecast) -> str:
         return str(error)
     needed = _size(device.usable_bytes + row.missing_bytes)
     smaller = "shorter samples"
-    if row.is_fixed:
+    if plan.target.variation is not None:
+        smaller = f"a smaller step in --vary {plan.target.variation.name}=STEP"
+    elif row.is_fixed and row.micro_batch_size > 1:
         smaller = "smaller micro-batches"
     error = OutOfMemoryError(
         f"Nothing fits {device.name}, not even {_smallest(plan)}",
@@ -431,7 +441,8 @@ def _device_as_json(plan: DeviceForecast) -> dict[str, Any]:
     if plan.best is None:
         facts["missing_bytes"] = plan.shown.missing_bytes
         return facts
-    facts["recommended"] = {**_row_as_json(plan.best, 1.0), "policy": plan.best.policy()}
+    policy = plan.best.policy() if has_policy(plan.target.sharding) else None
+    facts["recommended"] = {**_row_as_json(plan.best, 1.0), "policy": policy}
     facts["verified"] = None
     if plan.verification is not None:
         facts["verified"] = {**asdict(plan.verification), "error": plan.verification.error}

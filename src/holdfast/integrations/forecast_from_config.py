@@ -71,11 +71,16 @@ def build(  # noqa: PLR0913 - each argument can be set on the command line
     """
     _check_choice("task", task, _AUTO_CLASSES)
     _check_choice("dtype", dtype, _DTYPES)
+    _check_length(task, seq_len)
     transformers = load("transformers")
     model_config = _read_config(Path(config), transformers)
     if hasattr(model_config, "use_cache"):
         # A training step has no use for the keys and values of earlier tokens.
         model_config.use_cache = False
+    text_config = model_config.get_text_config()
+    if task == "sequence-classification" and getattr(text_config, "pad_token_id", None) is None:
+        # To find the last token of each sample, decoder models must know which token is padding.
+        text_config.pad_token_id = 0
     auto_class = getattr(transformers, _AUTO_CLASSES[task])
     try:
         model = auto_class.from_config(model_config, dtype=_DTYPES[dtype])
@@ -205,6 +210,17 @@ def _generate_last_token(model: Any, batch: dict[str, torch.Tensor]) -> torch.Te
         logits_to_keep=1,
     ).logits
     return last
+
+
+def _check_length(task: str, seq_len: int) -> None:
+    # A generated token follows a prompt of at least one.
+    shortest = 2 if task == _GENERATE else 1
+    if not isinstance(seq_len, int) or seq_len < shortest:
+        raise _invalid(
+            f"seq_len={seq_len!r}",
+            f"it must be a whole number of at least {shortest}",
+            "write, for example, --set seq_len=1024.",
+        )
 
 
 def _check_choice(name: str, value: str, choices: dict[str, Any]) -> None:

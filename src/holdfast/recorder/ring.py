@@ -206,7 +206,7 @@ def _newest_sequence(path: Path, header: bytes, size_bytes: int, slot: struct.St
 def _is_blank(data: bytes) -> bool:
     """Return whether a file has no content yet: no bytes, or only the zeros of its allocation.
 
-    A process that reads a ring, or is killed, between the allocation and the header leaves zeros.
+    A file holds only zeros if its writer has not written the header yet, or was killed before.
     """
     return not any(data)
 

@@ -238,10 +238,17 @@ def _has_no_environment(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster
             words = file.read().rpartition(b")")[2].split()
-        memory_bytes, start, end = int(words[20]), int(words[47]), int(words[48])
+        # Field n of the manual page is word n - 3, because the PID and the name come before the
+        # last parenthesis.
+        memory_bytes = int(words[20])
+        environment_start = int(words[47])
+        environment_end = int(words[48])
     except (OSError, ValueError, IndexError):
         return True
-    return memory_bytes == 0 or start == end != 0
+    if memory_bytes == 0:
+        return True
+    is_starting_program = environment_start == 0 and environment_end == 0
+    return environment_start == environment_end and not is_starting_program
 
 
 def catches(pid: int, number: int) -> bool:

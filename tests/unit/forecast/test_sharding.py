@@ -89,6 +89,18 @@ def test_parameters_outside_the_blocks_stay_gathered() -> None:
     modules[0] = 0
     result = state_shares(replace(trace, module=modules), Sharding(gpus=GPUS, kind="full"))
     assert result[0].buffer_bytes == 3 * BLOCK_BYTES
+    # Their gradients are reduced last, so they exist beside those of a block.
+    assert result[1].buffer_bytes == 3 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("kind", ["zero2", "full"])
+def test_an_evaluation_has_no_buffers_for_gradients(kind: Kind) -> None:
+    """It has no backward pass."""
+    trace = step()
+    evaluation = replace(trace, event_phase=np.zeros_like(trace.event_phase))
+    result = state_shares(evaluation, Sharding(gpus=GPUS, kind=kind))
+    assert result[0].buffer_bytes > 0
+    assert result[1].buffer_bytes == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

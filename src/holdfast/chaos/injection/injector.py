@@ -214,7 +214,7 @@ class Injector:
         return True
 
     def _watch_changes(self) -> None:
-        """Let the campaign see each system call that changes a file, until the save has ended."""
+        """Let the campaign see the system calls that change files, until a step after the save."""
         self._is_watching = self._intercept_calls(Calls.CHANGE)
 
     def _end_watching(self, moment: Moment) -> None:

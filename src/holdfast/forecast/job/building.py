@@ -197,7 +197,7 @@ def call_factory(
 def _check_arguments(
     name: str, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> None:
-    """Check that the factory has a parameter for each argument, and that it may be set (H421)."""
+    """Check that the factory has a parameter for each argument (H421)."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     unknown = [argument for argument in arguments if argument not in parameters]
@@ -247,7 +247,7 @@ class _ResultChecker:
     def _check_evaluation_only(self, returned: Mapping[str, Any]) -> BuiltJob:
         """Check the result of a factory for a job that trains nothing."""
         if "model" not in returned:
-            raise self._refusal("an evaluate without a model")
+            raise self._refusal("'evaluate' without a model")
         evaluation = self._evaluation(returned)
         assert evaluation is not None
         size = returned.get("batch_size")
@@ -319,7 +319,7 @@ class _ResultChecker:
             f"factory {self._name!r}{place_of(self._factory)} returned {what}",
             limit=(
                 "a forecast needs a model, an optimizer, and either a loss function with a sample"
-                " batch or a step"
+                " batch or a step; without training, a model, an evaluate and a batch"
             ),
             fix=(
                 'return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch":'

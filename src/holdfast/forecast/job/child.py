@@ -110,7 +110,7 @@ class _Tracing:
                 if request.traces_evaluation and built.evaluation is not None:
                     self._report("tracing the evaluation")
                     evaluation_job = EvaluationJob(built, job, device, tracer.claim)
-                    evaluation = self._trace_evaluation(evaluation_job, device, tracer)
+                    evaluation = self._trace_evaluation(evaluation_job, job, device, tracer)
         traces[-1] = _with_growth_mentioned(traces[-1])
         # Count each parameter only once, because models may share parameters.
         parameters = {
@@ -171,7 +171,7 @@ class _Tracing:
         )
 
     def _trace_evaluation(
-        self, evaluation: EvaluationJob, device: ForecastDevice, tracer: Tracer
+        self, evaluation: EvaluationJob, job: TrainingJob, device: ForecastDevice, tracer: Tracer
     ) -> Trace:
         size = evaluation.batch_size(self._request.sizes[-1])
         # Run the evaluation once before recording it, because the first call may allocate in a
@@ -183,6 +183,8 @@ class _Tracing:
             micro_batch_size=size,
             precision=self._request.precision,
             route=self._request.route,
+            # A sharded model gathers its parameters block by block in an evaluation, too.
+            blocks=tuple(name for name, _ in job.blocks),
             assumptions=device.assumptions,
         )
 

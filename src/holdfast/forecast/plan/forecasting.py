@@ -591,8 +591,9 @@ def _failed_with_value(error: HoldfastError, name: str, plan: MemoryPlan) -> Hol
         f"{name}={plan.value} would fit {plan.device}, but the step fails with it: {error.what}",
         limit=error.limit,
         fix=(
-            f"if the model has a largest {name}, it fits; check this with --set {name}=LARGEST"
-            f" instead of --vary. Otherwise, make the model work with any {name}."
+            f"if the model limits {name}, plan with that limit, which needs less memory:"
+            f" --set {name}=LIMIT instead of --vary {name}. Otherwise, make the model work with any"
+            f" {name}."
         ),
         rule=error.rule,
     )

@@ -23,6 +23,7 @@ no forecast was measured.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -31,6 +32,7 @@ import numpy.typing as npt
 
 from holdfast.forecast.trace.events import (
     OWNERS,
+    PHASES,
     Assumption,
     Trace,
     allocation_of,
@@ -39,6 +41,7 @@ from holdfast.forecast.trace.events import (
     storage_of,
 )
 
+_BACKWARD = PHASES.index("backward")
 Kind = Literal["ddp", "zero1", "zero2", "full"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -52,7 +55,7 @@ _DIVIDED: dict[Kind, tuple[str, ...]] = {
 # The implementation whose buffers are added.
 IMPLEMENTATIONS: dict[Kind, str] = {
     "ddp": "DistributedDataParallel",
-    "zero1": "DistributedDataParallel with ZeroRedundancyOptimizer",
+    "zero1": "DistributedDataParallel, with optimizer states in equal parts",
     "zero2": "fully_shard with reshard_after_forward=False for each repeated block",
     "full": "fully_shard for each repeated block",
 }
@@ -131,7 +134,7 @@ def state_shares(trace: Trace, sharding: Sharding) -> tuple[StateShare, ...]:
         whole_bytes = _state_bytes(trace, state)
         gpu_bytes = whole_bytes
         if state in _DIVIDED[sharding.kind]:
-            gpu_bytes = -(-whole_bytes // sharding.gpus)
+            gpu_bytes = _part_of(whole_bytes, sharding.gpus)
         result.append(
             StateShare(
                 state=state,
@@ -141,6 +144,11 @@ def state_shares(trace: Trace, sharding: Sharding) -> tuple[StateShare, ...]:
             )
         )
     return tuple(result)
+
+
+def _part_of(size_bytes: int, gpus: int) -> int:
+    """Return an equal part of a size, rounded up."""
+    return -(-size_bytes // gpus)
 
 
 def _divided(sizes: npt.NDArray[np.int64], gpus: int) -> npt.NDArray[np.int64]:
@@ -164,13 +172,14 @@ def _optimizer_temporaries(trace: Trace) -> npt.NDArray[np.int32]:
 def _buffers(trace: Trace, sharding: Sharding) -> dict[str, int]:
     """Return the bytes of the buffers for communication, keyed by the state that they hold.
 
-    - DistributedDataParallel copies all gradients into buckets, unless gradient_as_bucket_view is
-      set (pytorch PR 41954: with it, RoBERTa-base needs 1 GB less).
-    - `fully_shard` gathers the parameters of a block before they are used, and the next block's in
-      advance. Those outside the blocks stay gathered from the forward pass to the backward pass
-      (its documentation: the root is not resharded after forward). With
-      reshard_after_forward=False, all do.
-    - Its gradients are computed in full for a block, and copied once for the reduce-scatter.
+    - `DistributedDataParallel` copies all gradients into buckets, unless `gradient_as_bucket_view`
+      is set (pytorch PR 41954: with it, RoBERTa-base needs 1 GB less).
+    - `fully_shard` gathers the parameters of a block before it uses them, and those of the next
+      block in advance.
+    - The parameters outside the blocks stay gathered from the forward pass to the backward pass, as
+      documented for the root module. With `reshard_after_forward=False`, all parameters do.
+    - The gradients of a block are computed in full, and copied once for the reduce-scatter. Those
+      outside the blocks are reduced last, so they exist at the same time.
     """
     if sharding.gpus == 1:
         return {}
@@ -179,9 +188,14 @@ def _buffers(trace: Trace, sharding: Sharding) -> dict[str, int]:
     root_bytes, block_bytes = _unit_bytes(trace)
     gathered_bytes = root_bytes + 2 * block_bytes
     if sharding.kind == "zero2":
-        # `_DIVIDED` already counts all parameters. The sharded copy is what the optimizer updates.
-        gathered_bytes = -(-_state_bytes(trace, "parameters") // sharding.gpus)
-    return {"parameters": gathered_bytes, "gradients": 2 * max(root_bytes, block_bytes)}
+        # The trace already counts all parameters. The shards, which the optimizer updates, are
+        # added.
+        gathered_bytes = _part_of(_state_bytes(trace, "parameters"), sharding.gpus)
+    buffers = {"parameters": gathered_bytes}
+    # An evaluation has no backward pass.
+    if (trace.event_phase == _BACKWARD).any():
+        buffers["gradients"] = root_bytes + max(root_bytes, 2 * block_bytes)
+    return buffers
 
 
 def _unit_bytes(trace: Trace) -> tuple[int, int]:
@@ -189,16 +203,21 @@ def _unit_bytes(trace: Trace) -> tuple[int, int]:
     outside_bytes = 0
     block_bytes = dict.fromkeys(trace.blocks, 0)
     for storage in _resident_of(trace, "parameters"):
-        path = trace.modules[trace.module[storage]]
-        block = next(
-            (name for name in trace.blocks if path == name or path.startswith(f"{name}.")), None
-        )
+        block = _block_of(trace.modules[trace.module[storage]], trace.blocks)
         size_bytes = int(trace.size_bytes[storage])
         if block is None:
             outside_bytes += size_bytes
         else:
             block_bytes[block] += size_bytes
     return outside_bytes, max(block_bytes.values(), default=0)
+
+
+def _block_of(path: str, blocks: Iterable[str]) -> str | None:
+    """Return the block that contains a module, or None."""
+    for block in blocks:
+        if path == block or path.startswith(f"{block}."):
+            return block
+    return None
 
 
 def _state_bytes(trace: Trace, state: str) -> int:

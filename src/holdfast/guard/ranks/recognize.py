@@ -150,10 +150,10 @@ def _check_models(parts: Parts) -> None:
 
 def _without_wrapper(parts: Parts) -> PolicyError:
     """Return error H108 for a guard without any distributed model."""
-    name, model = next(
-        ((name, model) for name, model in parts.models.items() if _is_trained(model)),
-        next(iter(parts.models.items())),
-    )
+    trained = [name for name, model in parts.models.items() if _is_trained(model)]
+    names = trained or list(parts.models)
+    name = names[0]
+    model = parts.models[name]
     return _refused(
         f"model {name!r} is a {type(model).__name__}, not a DistributedDataParallel",
         limit="its gradients would not be reduced, so each rank would train its own copy",

@@ -5,8 +5,8 @@ boundary: the batch, the random state, the settings of the optimizers, and the i
 variables of the function that trains. A difference shows that the script depends on something that
 no checkpoint holds.
 
-Floats, strings and integers with the name of a time are compared too, but may differ: many scripts
-keep times and names of files that contain a date.
+Floats, strings and integers whose names suggest a time are compared too, but may differ: many
+scripts keep times and names of files that contain a date.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def describe_boundary(
         "integers": {
             name: value
             for name, value in variables.items()
-            if type(value) in (int, bool) and not _is_time(name)
+            if type(value) is bool or (type(value) is int and not _is_time(name))
         },
         # `repr` is exact for floats and lets NaN equal itself. A hash keeps the line short.
         "floats_and_strings": {
@@ -178,7 +178,7 @@ class BoundaryLog:
         self._size = os.fstat(self._descriptor).st_size
         # The number of boundaries that were compared and are equal.
         self.equal_boundaries = 0
-        # Names of the floats and strings that were another value than in the earlier attempt.
+        # Names of the floats and strings whose values differ from those of the earlier attempt.
         self.changed_variables: set[str] = set()
 
     @property

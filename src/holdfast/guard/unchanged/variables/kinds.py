@@ -38,10 +38,10 @@ with these entries. `id` is a number by which other saved values refer to the sa
     `class`, `state`
 ``generator``: a random generator
     `state`
-``dataset``: the numbers among the attributes of a dataset of the script
-    `id`, `numbers`
-``loader``: the random generators and samplers of a loader
-    `sources`, `samplers`
+``dataset``: the attributes of a dataset of the script that training may change
+    `id`, `attributes`
+``loader``: the random generators, samplers and dataset of a loader
+    `sources`, `samplers`, `dataset`
 ``same``: an object that occurred before
     `id`
 ``unchanged``: large data that has not changed since training began

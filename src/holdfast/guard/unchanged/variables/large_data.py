@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import operator
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast.guard.unchanged.variables.kinds import SCALARS, SMALL_BYTES, is_container
+from holdfast.guard.unchanged.variables.kinds import (
+    MOST_ENTRIES,
+    SCALARS,
+    SMALL_BYTES,
+    is_container,
+)
 
 # On an accelerator, a checksum adds up this number of bytes at once.
 _BYTES_OF_CHECKSUM_ROW = 4096
@@ -34,7 +39,7 @@ class LargeData:
         self._tensors: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._arrays: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
         # The contents of each container of a dataset when training began, by `id`.
-        self._containers: dict[int, tuple[Any, tuple[list[Any], list[int]]]] = {}
+        self._containers: dict[int, tuple[Any, _Contents]] = {}
 
     def _record(self, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
@@ -63,19 +68,30 @@ class LargeData:
         small array. A short container of numbers and strings is never recorded, because it costs
         nothing to save.
         """
-        if not is_container(value) or _is_short(value):
+        # A container with more entries is never saved, so there is nothing to compare.
+        if not is_container(value) or len(value) > MOST_ENTRIES or _is_short(value):
             return False
         if self.is_recording:
             self._containers[id(value)] = (value, _contents(value))
         if id(value) not in self._containers:
             return False
-        entries, versions = _contents(value)
-        recorded_entries, recorded_versions = self._containers[id(value)][1]
+        _, recorded = self._containers[id(value)]
+        now = _contents(value)
         return (
-            len(entries) == len(recorded_entries)
-            and all(map(operator.is_, entries, recorded_entries))
-            and versions == recorded_versions
+            len(now.entries) == len(recorded.entries)
+            and all(map(operator.is_, now.entries, recorded.entries))
+            and now.versions == recorded.versions
         )
+
+
+class _Contents(NamedTuple):
+    """What a container held at one moment."""
+
+    # The keys and entries, and those of the containers inside it. They are compared by identity.
+    entries: list[Any]
+    # The version counter of each tensor, the checksum of each small array, and the size of each
+    # large one.
+    versions: list[int]
 
 
 def _is_short(container: Any) -> bool:
@@ -86,8 +102,8 @@ def _is_short(container: Any) -> bool:
     return {type(value) for value in values} <= set(SCALARS)
 
 
-def _contents(container: Any, levels: int = _MOST_LEVELS) -> tuple[list[Any], list[int]]:
-    """Return the keys and entries of a container, and a number for the state of some of them.
+def _contents(container: Any, levels: int = _MOST_LEVELS) -> _Contents:
+    """Return what a container holds now.
 
     Args:
         container: The container.
@@ -105,14 +121,14 @@ def _contents(container: Any, levels: int = _MOST_LEVELS) -> tuple[list[Any], li
         if type(value) in SCALARS:
             continue
         if is_container(value) and levels > 1:
-            inner_entries, inner_versions = _contents(value, levels - 1)
-            entries += inner_entries
-            versions += inner_versions
+            inner = _contents(value, levels - 1)
+            entries += inner.entries
+            versions += inner.versions
         elif isinstance(value, torch.Tensor) and not value.is_inference():
             versions.append(value._version)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             versions.append(_checksum(value) if value.nbytes <= SMALL_BYTES else value.nbytes)
-    return entries, versions
+    return _Contents(entries, versions)
 
 
 def _checksum(array: np.ndarray[Any, Any]) -> int:

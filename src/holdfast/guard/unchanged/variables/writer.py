@@ -300,9 +300,7 @@ class VariableWriter:
 
     def _dataset(self, value: Any, number: int) -> Saved:
         attributes = {
-            name: {"kind": "unchanged"}
-            if self._large_data.is_unchanged_container(attribute)
-            else self.saved(attribute)
+            name: self._saved_data(attribute)
             for name, attribute in attributes_of_dataset(value).items()
         }
         return {"kind": "dataset", "id": number, "attributes": attributes}
@@ -312,8 +310,14 @@ class VariableWriter:
             "kind": "loader",
             "sources": states_of_sources(value),
             "samplers": self.saved_samplers(value),
-            "dataset": self.saved(value.dataset),
+            "dataset": self._saved_data(value.dataset),
         }
+
+    def _saved_data(self, value: Any) -> Saved:
+        """Return the saved form of a dataset, or of an attribute of one."""
+        if self._large_data.is_unchanged_container(value):
+            return {"kind": "unchanged"}
+        return self.saved(value)
 
     def saved_samplers(self, loader: Any) -> list[Saved]:
         """Return the saved forms of a loader's samplers, for those that the script defines."""
