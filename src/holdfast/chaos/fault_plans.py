@@ -120,13 +120,13 @@ class FaultDraw:
 
     @property
     def watch(self) -> Injection | None:
-        """Return an injection that lists the changes that a save makes to files.
+        """Return an injection that lists how a save changes files, or None without such a save.
 
-        None if no save is followed by another step. The save is the last one of which this is
-        true. Unlike the first one, it replaces files and may remove old ones.
+        It watches the last save that is followed by a step. Unlike the first save, it replaces
+        files and may remove old ones.
 
-        The list begins with the end of the step before the save, because a script may change
-        several files, and some of them before its first call of `torch.save`.
+        The list begins at the end of the step before the save, because a script may change several
+        files, and some of them before its first call of `torch.save`.
         """
         step = self._step_of_watched_save
         if step is None:
@@ -137,6 +137,7 @@ class FaultDraw:
 
     @property
     def _step_of_watched_save(self) -> int | None:
+        """Return the number of steps before the watched save, or None if there is no such save."""
         steps = [save.steps_made for save in self._saves if save.steps_made < self._step_count]
         return steps[-1] if steps else None
 

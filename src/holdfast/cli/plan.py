@@ -210,8 +210,9 @@ def run(
     recommended settings.
 
     Your factory and a few training steps run on tensors without data, in a separate process. Exit
-    code 0: a plan fits on every device that is named, or on at least one of the overview, and so
-    does the evaluation. 1: it does not fit. 2: the forecast failed.
+    code 0: a plan fits on every device that is named, and so does the evaluation; or a plan fits on
+    at least one device of the overview, which does not check the evaluation. 1: it does not fit. 2:
+    the forecast failed.
     """
     with failing_clearly(as_json=json):
         _check_torch()

@@ -91,13 +91,9 @@ def print_overview(forecast: Forecast) -> None:
             missing = f"{_size(plan.shown.missing_bytes)} short"
             table.add_row(device.name, "no", "", "", "", missing, usable, style="dim")
         else:
-            fits = "yes" if plan.fits else "training only"
-            largest = _largest(best)
-            peak = _size(best.process_bytes)
-            table.add_row(device.name, fits, largest, best.precision, best.recompute, peak, usable)
+            cells = [_largest(best), best.precision, best.recompute, _size(best.process_bytes)]
+            table.add_row(device.name, "yes", *cells, usable)
     console().print(table)
-    if not all(plan.fits or plan.best is None for plan in forecast.plans):
-        typer.echo("training only: the evaluation needs more memory than the device has")
     typer.echo("Each line is the fastest plan that fits. For its details, pass --device NAME.")
 
 

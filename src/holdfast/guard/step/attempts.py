@@ -159,11 +159,11 @@ class Attempts:
         Returns None if no other parameters could receive gradients, or if the ranks need the
         gradients of all parameters; see `_keeping_other_gradients`.
         """
-        if self._ranks.needs_all_gradients or not self._trained_others(parameters):
+        if self._ranks.needs_all_gradients or not self._other_trainable_parameters(parameters):
             return None
         return [p for p in parameters if p.requires_grad]
 
-    def _trained_others(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _other_trainable_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that could receive gradients although no optimizer steps them.
 
         Args:
@@ -178,17 +178,18 @@ class Attempts:
 
     @contextlib.contextmanager
     def _keeping_other_gradients(self, work: Work) -> Iterator[None]:
-        """Return a context for passes that leave the gradients of other parameters unchanged.
+        """Leave the gradients of parameters that this step does not update unchanged.
 
-        These are parameters that this step does not update. With several ranks, backward has to
-        compute their gradients as well, but a single process would not.
+        With several ranks, backward has to compute these gradients as well, but a single process
+        would not. With ``gradient_as_bucket_view``, the gradients share memory with the buckets of
+        `DistributedDataParallel`, so their values change all the same.
 
         Args:
             work: The input of the step.
         """
         others = []
         if self._ranks.needs_all_gradients:
-            others = self._trained_others(work.parameters)
+            others = self._other_trainable_parameters(work.parameters)
         gradients = [other.grad for other in others]
         for other in others:
             other.grad = None
