@@ -39,6 +39,8 @@ _NAME_OF_TIME = re.compile(
     r"(?:$|_)",
     re.IGNORECASE,
 )
+# The length up to which strings are compared.
+_MOST_CHARACTERS = 1_000
 # The depth to which nested batches are compared.
 _MOST_LEVELS = 4
 
@@ -70,9 +72,17 @@ def describe_boundary(
         "floats_and_strings": {
             name: zlib.crc32(repr(value).encode())
             for name, value in variables.items()
-            if type(value) in (float, str) or (type(value) is int and _is_time(name))
+            if _may_differ(name, value)
         },
     }
+
+
+def _may_differ(name: str, value: Any) -> bool:
+    """Return whether a variable is compared, but does not refuse a resume if it differs."""
+    if type(value) is str:
+        # This runs in every step, and a script may keep a whole book in a string.
+        return len(value) <= _MOST_CHARACTERS
+    return type(value) is float or (type(value) is int and _is_time(name))
 
 
 @cache
