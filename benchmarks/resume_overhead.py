@@ -36,14 +36,23 @@ class Setting:
     at_most: float | None
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """The CPU time of a step in one run."""
+
+    median_ms: float
+    mean_ms: float
+    batch_size: int
+
+
 _SETTINGS = (
     Setting(milliseconds=10.0, pairs=24, steps=240, at_most=1.02),
     Setting(milliseconds=50.0, pairs=10, steps=80, at_most=None),
 )
 
 
-def measure(folder: Path, setting: Setting, *, resume: bool) -> tuple[float, float, int]:
-    """Return the median and the mean CPU milliseconds of a step, and the batch size."""
+def measure(folder: Path, setting: Setting, *, resume: bool) -> StepTime:
+    """Run the script once, and return the CPU time of its steps."""
     command = [
         *(sys.executable, "-m", "holdfast", "run", "--quiet", "--run-dir", str(folder)),
         *(["--resume"] if resume else []),
@@ -60,7 +69,7 @@ def measure(folder: Path, setting: Setting, *, resume: bool) -> tuple[float, flo
     )
     line = next(line for line in ended.stdout.splitlines() if line.startswith("STEP"))
     _, median, mean, batch_size = line.split()
-    return float(median), float(mean), int(batch_size)
+    return StepTime(median_ms=float(median), mean_ms=float(mean), batch_size=int(batch_size))
 
 
 def main() -> None:
@@ -74,27 +83,31 @@ def main() -> None:
 
 
 def _measure_pairs(setting: Setting, pairs: int, folder: Path, result: Result) -> None:
-    medians, means, plain = [], [], []
+    median_ratios = []
+    mean_ratios = []
+    plain_ms = []
     title = f"mlp, {setting.milliseconds:g} ms"
     for number in range(pairs):
-        found = {}
+        times = {}
         for resume in random.sample((False, True), 2):
             run_dir = folder / f"{setting.milliseconds:g}-{number}-{resume}"
-            found[resume] = measure(run_dir, setting, resume=resume)
-        medians.append(found[True][0] / found[False][0])
-        means.append(found[True][1] / found[False][1])
-        plain.append(found[False][0])
-        result.parameters[title] = {"pairs": pairs, "batch_size": found[False][2]}
+            times[resume] = measure(run_dir, setting, resume=resume)
+        saved = times[True]
+        plain = times[False]
+        median_ratios.append(saved.median_ms / plain.median_ms)
+        mean_ratios.append(saved.mean_ms / plain.mean_ms)
+        plain_ms.append(plain.median_ms)
+        result.parameters[title] = {"pairs": pairs, "batch_size": plain.batch_size}
     result.add_samples(
         f"{title}: CPU time of the median step with --resume over without",
         "ratio",
-        medians,
+        median_ratios,
         at_most=setting.at_most,
     )
     result.add_samples(
-        f"{title}: CPU time of the mean step with --resume over without", "ratio", means
+        f"{title}: CPU time of the mean step with --resume over without", "ratio", mean_ratios
     )
-    result.add_samples(f"{title}: step without --resume", "ms", plain)
+    result.add_samples(f"{title}: step without --resume", "ms", plain_ms)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -219,13 +219,7 @@ def run(
         devices = tuple(find_device(name) for name in device or COMMON_DEVICES)
         arguments = _read_settings(setting or ())
         if factory.endswith(".json"):
-            if "config" in arguments:
-                raise _invalid_option(
-                    "--set config with a config.json",
-                    "the file is the first argument of the command",
-                    "leave out --set config.",
-                )
-            arguments["config"] = factory
+            arguments = _with_config(arguments, factory)
             factory = _CONFIG_FACTORY
         variation = _read_vary(vary, arguments)
         if variation is not None and micro_batch_size is None:
@@ -252,11 +246,14 @@ def run(
     _show(forecast, is_overview=not device, as_json_only=json)
     if out is not None:
         _report_written(out, is_written=is_written, as_json_only=json)
-    fits = [plan.fits for plan in forecast.plans]
-    # The named devices must all do. The overview asks which ones do, so one is enough.
-    succeeded = all(fits) if device else any(fits)
-    if not succeeded:
+    if not _fits_enough(forecast, is_overview=not device):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _fits_enough(forecast: Forecast, *, is_overview: bool) -> bool:
+    """Return whether a plan fits each named device, or at least one device of the overview."""
+    fits = [plan.fits for plan in forecast.plans]
+    return any(fits) if is_overview else all(fits)
 
 
 def _write(forecast: Forecast, out: Path | None) -> bool:
@@ -380,6 +377,17 @@ def _read_settings(texts: Sequence[str]) -> dict[str, Argument]:
         _check_sets_no_size("--set", name)
         arguments[name] = _read_value(value)
     return arguments
+
+
+def _with_config(arguments: Mapping[str, Argument], path: str) -> dict[str, Argument]:
+    """Return the arguments for the factory of Hugging Face models, with the path of the config."""
+    if "config" in arguments:
+        raise _invalid_option(
+            "--set config with a config.json",
+            "the file is the first argument of the command",
+            "leave out --set config.",
+        )
+    return {**arguments, "config": path}
 
 
 def _read_value(text: str) -> Argument:

@@ -185,13 +185,7 @@ class Rows:
         positions = self.positions()
         kinds = [row.kind for row in self.by_rank]
         if len({*kinds}) > 1:
-            ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
-            text = (
-                f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another"
-                " step"
-            )
-            has_skipped = positions[ended].passed > positions[stepping].passed
-            return f"{text}; {self._passed_over(ended, stepping)}" if has_skipped else text
+            return self._ended_epoch(ended=kinds.index(EPOCH_END), stepping=kinds.index(STEP))
         numbers = [row.number for row in self.by_rank]
         if len({*numbers}) > 1:
             return f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
@@ -205,6 +199,17 @@ class Rows:
         ahead = max(range(len(positions)), key=lambda rank: positions[rank][:2])
         behind = min(range(len(positions)), key=lambda rank: positions[rank][:2])
         return self._passed_over(ahead, behind)
+
+    def _ended_epoch(self, *, ended: int, stepping: int) -> str:
+        """Return a sentence about a loader that has ended while another rank makes a step."""
+        text = (
+            f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another"
+            " step"
+        )
+        positions = self.positions()
+        if positions[ended].passed > positions[stepping].passed:
+            return f"{text}; {self._passed_over(ended, stepping)}"
+        return text
 
     def _passed_over(self, ahead: int, behind: int) -> str:
         """Return a sentence about batches that one rank has skipped and another has not."""
